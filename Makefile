@@ -1,0 +1,66 @@
+# Needs make and Python 3.11 or newer, nothing else; everything it installs goes into .venv.
+#
+#   make test ARGS="-k name"     the test suite, or a part of it
+#   make lint                    everything that reads the code without running it
+#   make PYTHON=python3.12 test  with another Python
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# The environment is made anew when the Python or the place of the checkout changes,
+# and brought up to date when pyproject.toml does: the names of the stamps tell.
+python_key := $(shell { pwd; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } 2>&1 | cksum | cut -d' ' -f1)
+project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
+made := $(VENV)/.made-$(python_key)
+installed := $(VENV)/.installed-$(python_key)-$(project_key)
+
+.PHONY: setup lint test types docs chaos clean
+.DEFAULT_GOAL := test
+
+setup: $(installed)
+
+test: setup
+	$(BIN)/python -m pytest -m "not chaos" $(ARGS)
+
+chaos: setup
+	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+types: setup
+	$(BIN)/mypy --strict celery_pglock tests
+
+docs: setup
+	$(BIN)/sphinx-build -q -W -n --keep-going -b html docs docs/_build/html
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(MAKE) --no-print-directory types
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(MAKE) --no-print-directory docs
+
+clean:
+	rm -rf $(VENV) build dist htmlcov docs/_build .coverage .coverage.* \
+		.hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find celery_pglock tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(made):
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "make needs Python 3.11 or newer, and '$(PYTHON)' is not there: install it, or name another with make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "celery-pglock needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name another with make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "'$(PYTHON)' cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@touch $@
+
+$(installed): | $(made)
+	$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
+	@rm -f $(VENV)/.installed-*
+	@touch $@

@@ -1,0 +1,52 @@
+"""Periodic Celery jobs that run once, on PostgreSQL advisory locks and a ledger."""
+
+from __future__ import annotations
+
+from celery_pglock.errors import (
+    ConfigurationError,
+    CrashRetriesExhausted,
+    DatabaseUnavailable,
+    JobSkipped,
+    LockLost,
+    LockNotAcquired,
+    NoCurrentRun,
+    OutcomeUnknown,
+    PGLockError,
+    SchemaError,
+    ServerInRecovery,
+    TransactionEnded,
+    TransactionPooler,
+)
+from celery_pglock.events import (
+    lock_lost,
+    run_finished,
+    run_postponed,
+    run_skipped,
+    run_started,
+)
+from celery_pglock.runs import Run, current_run
+from celery_pglock.task import LockedTask
+
+__all__ = [
+    "ConfigurationError",
+    "CrashRetriesExhausted",
+    "DatabaseUnavailable",
+    "JobSkipped",
+    "LockLost",
+    "LockNotAcquired",
+    "LockedTask",
+    "NoCurrentRun",
+    "OutcomeUnknown",
+    "PGLockError",
+    "Run",
+    "SchemaError",
+    "ServerInRecovery",
+    "TransactionEnded",
+    "TransactionPooler",
+    "current_run",
+    "lock_lost",
+    "run_finished",
+    "run_postponed",
+    "run_skipped",
+    "run_started",
+]

@@ -1,0 +1,331 @@
+"""One call of a LockedTask, from its message to its outcome.
+
+This is where the parts meet: what the message says, which period it belongs to, the engine
+room that runs the body under its locks, and what becomes of a message whose body did not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from celery import signals
+
+from celery_pglock import (
+    claims,
+    errors,
+    events,
+    execution,
+    identity,
+    keys,
+    ledger,
+    locks,
+    messages,
+    options,
+    outcomes,
+    refusals,
+    runs,
+    sessions,
+    settings,
+)
+
+if TYPE_CHECKING:
+    import celery
+
+# A holder that was gone when it was asked for had just ended: worth another try at once.
+_VANISHED: Final = 1.0
+
+_stacks: dict[tuple[int, str, sessions.Level], tuple[settings.Settings, sessions.Stack]] = {}
+_told: set[tuple[str, str]] = set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a task with a lock.
+
+    Attributes:
+        task: the task.
+        config: the application's settings.
+        chosen: the task's options.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        body: calls the task's own code.
+    """
+
+    task: celery.Task[..., Any]
+    config: settings.Settings
+    chosen: options.Options
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    body: Callable[[], Any]
+
+    def make(self) -> Any:
+        """Run the body if the call may run; return its value or what stands for a skip.
+
+        Raises:
+            BaseException: the body's own exception.
+            Ignore: the call did not run, and its message is dealt with.
+            JobSkipped: a direct call did not run.
+            LockNotAcquired: it did not run, and ``lock_conflict="raise"``.
+            CrashRetriesExhausted: its period is given up.
+            LockLost, OutcomeUnknown: it ran, and is not recorded as done.
+            ConfigurationError, SchemaError, ServerInRecovery, TransactionPooler: it did not
+                run, and something has to be put right first.
+            DatabaseUnavailable: it did not run, and ``lock_unavailable="raise"`` or it has
+                been postponed for too long.
+        """
+        delivery = messages.read(self.task.request)
+        name, key = self.chosen.lock(
+            self.config.namespace, self.task.name, self.args, self.kwargs, self.task.request
+        )
+        self._warn_of_stock_beat(delivery)
+        unclaimed = claims.Work(
+            job=f"{self.config.namespace}:{name}",
+            period=None,
+            name=name,
+            name_key=key,
+            run_key=None,
+            task=self.task.name,
+            task_id=delivery.task_id,
+            node=_node(self.task),
+            max_lost=self._option("max_crash_retries"),
+            due_at=delivery.due,
+            entry=delivery.entry,
+            term=delivery.term,
+        )
+        try:
+            return self._attempt(delivery, unclaimed)
+        except errors.DatabaseUnavailable as error:
+            if self._option("lock_unavailable") == "raise" or delivery.direct or delivery.eager:
+                raise
+            if not self._postpone(delivery, unclaimed, str(error), record=False):
+                raise
+            raise messages.drop() from None
+
+    def _attempt(self, delivery: messages.Delivery, unclaimed: claims.Work) -> Any:
+        executor = self._executor()
+        identifier = self._identifier(executor, unclaimed)
+        now: dt.datetime | None = None
+        while True:
+            who = identifier.identify(delivery, unclaimed.name, now)
+            work = dataclasses.replace(
+                unclaimed,
+                job=who.job,
+                period=who.period,
+                run_key=keys.of_run(self.config.namespace, who.job, who.period)
+                if who.period is not None
+                else None,
+            )
+            answer = self._execute(executor, delivery, work, who.window)
+            if isinstance(answer, execution.Ran):
+                return answer.value
+            if answer.kind != "moved":
+                return self._refused(executor, delivery, work, answer)
+            now = answer.now
+
+    def _execute(
+        self,
+        executor: execution.Executor,
+        delivery: messages.Delivery,
+        work: claims.Work,
+        window: claims.Window | None,
+    ) -> execution.Ran[Any] | claims.Refused:
+        request = self.task.request
+        entered: list[runs.Run] = []
+
+        def body(run: runs.Run) -> Any:
+            entered.append(run)
+            if not delivery.direct:
+                messages.fix(request, work)
+            return self.body()
+
+        def patience(refused: claims.Refused) -> float:
+            return self._patience(delivery, refused)
+
+        try:
+            answer = executor.execute(work, body, patience=patience, window=window)
+        except BaseException as error:
+            if isinstance(error, errors.LockLost):
+                events.lost(self.task, error)
+            for run in entered:
+                events.finished(self.task, run, outcomes.verdict(error).status, error)
+            raise
+        if isinstance(answer, execution.Ran):
+            if answer.lost is not None:
+                events.lost(self.task, answer.lost)
+            events.finished(self.task, answer.run, "lost" if answer.lost else "done")
+        return answer
+
+    def _patience(self, delivery: messages.Delivery, refused: claims.Refused) -> float:
+        seconds = 0.0
+        if refused.kind in ("running", "held") and delivery.repeats(refused.before):
+            seconds = messages.wait(self.task)
+        if refused.kind == "held":
+            seconds = max(seconds, self._option("lock_wait"))
+            if refused.holder is None:
+                seconds = max(seconds, _VANISHED)
+        return seconds
+
+    def _refused(
+        self,
+        executor: execution.Executor,
+        delivery: messages.Delivery,
+        work: claims.Work,
+        refused: claims.Refused,
+    ) -> Any:
+        conflict = self._option("lock_conflict")
+        reason = refusals.reason(work, refused)
+        answer = refusals.decide(delivery, work, refused, conflict)
+        if answer == "postpone" and not self._postpone(delivery, work, reason, executor=executor):
+            answer = "raise" if conflict == "raise" else "skip"
+        match answer:
+            case "give up":
+                raise errors.CrashRetriesExhausted(work.job, work.period, refused.lost_attempts)
+            case "raise":
+                raise errors.LockNotAcquired(work.job, work.period, reason)
+            case "drop":
+                events.dropped(work, reason)
+                raise messages.drop()
+            case "postpone":
+                raise messages.drop()
+            case "skip":
+                if refused.kind == "held" and work.period is not None:
+                    executor.tell(lambda session: executor.records.skip(session, work, reason))
+                return self._skip(delivery, work, refused, reason)
+
+    def _skip(
+        self,
+        delivery: messages.Delivery,
+        work: claims.Work,
+        refused: claims.Refused,
+        reason: str,
+    ) -> Any:
+        events.skipped(self.task, work, refused, reason, redelivered=delivery.redelivered)
+        return outcomes.skip(self.task, delivery, work, reason, self._option("skip_state"))
+
+    def _postpone(
+        self,
+        delivery: messages.Delivery,
+        work: claims.Work,
+        reason: str,
+        *,
+        executor: execution.Executor | None = None,
+        record: bool = True,
+    ) -> bool:
+        """Send the message again for later; return False when it has waited long enough."""
+        if delivery.direct or delivery.eager:
+            return False
+        copy = messages.next_copy(self.task, delivery)
+        if copy is None:
+            return False
+        # First the message, then its number in the row: the other way round a crash in
+        # between would leave a number for which there is no message.
+        messages.send(self.task, self.args, self.kwargs, work if record else None, copy)
+        if executor is not None and work.period is not None:
+            records = executor.records
+            executor.tell(lambda session: records.postpone(session, work, copy.number, reason))
+        events.postponed(self.task, work, reason, copy.number, copy.countdown)
+        return True
+
+    def _executor(self) -> execution.Executor:
+        level: sessions.Level = self._option("lock_level")
+        records: ledger.Ledger | locks.NameLockOnly = ledger.Ledger(self.config.schema)
+        if self._option("once_per") is None:
+            records = locks.NameLockOnly()
+        return execution.Executor(
+            stack=_stack(self.config, level, _node(self.task)),
+            records=records,
+            classify=outcomes.verdict,
+            started=lambda run: events.started(self.task, run),
+            tolerate_loss=self._option("lock_lost") == "warn",
+        )
+
+    def _identifier(self, executor: execution.Executor, work: claims.Work) -> identity.Identifier:
+        def period_of(job: str) -> str | None:
+            records = executor.records
+            if not isinstance(records, ledger.Ledger) or work.task_id is None:
+                return None
+            task_id = work.task_id
+            return executor.tell(lambda session: records.period_of(session, job, task_id))
+
+        return identity.Identifier(
+            namespace=self.config.namespace,
+            zone=self.config.zone,
+            task=self.task.name,
+            rule=self._option("once_per"),
+            period_of=period_of,
+            server_now=lambda: executor.tell(sessions.server_now),
+        )
+
+    def _option(self, name: str) -> Any:
+        return self.chosen.value(name, self.config.options)
+
+    def _warn_of_stock_beat(self, delivery: messages.Delivery) -> None:
+        if delivery.stock_beat and self._option("once_per") == "occurrence":
+            _once(
+                "stock_beat",
+                self.task.name,
+                "task %s is sent by a beat that does not say for which occurrence: two such beats "
+                "are kept from overlapping, but not from running it twice; start beat with "
+                '-S pglock, or give the task a calendar rule like once_per="day"',
+                self.task.name,
+            )
+        if delivery.job and not delivery.job.startswith(f"{self.config.namespace}:"):
+            _once(
+                "foreign_namespace",
+                delivery.job,
+                "message of job %s comes from another namespace than %s, whose locks differ; "
+                "give both applications the same pglock_namespace",
+                delivery.job,
+                self.config.namespace,
+            )
+
+
+def warn_disabled() -> None:
+    """Say once that tasks run without locks."""
+    _once(
+        "disabled",
+        "",
+        "pglock_enabled is False: LockedTasks run without locks and without a ledger",
+    )
+
+
+def close_idle_sessions(**_: object) -> None:
+    """Close the idle lock sessions of this process; also a receiver of Celery's signals."""
+    for _config, stack in list(_stacks.values()):
+        stack.close()
+
+
+# Billiard ends its processes by os._exit, so nothing else would say good-bye to the server.
+signals.worker_process_shutdown.connect(close_idle_sessions, weak=False)
+signals.worker_shutdown.connect(close_idle_sessions, weak=False)
+
+
+def _stack(config: settings.Settings, level: sessions.Level, node: str) -> sessions.Stack:
+    # The settings are kept beside the stack, so that their id() is not given to others.
+    key = (id(config), config.schema, level)
+    found = _stacks.get(key)
+    if found is None:
+        plan = sessions.Plan(
+            target=config.target(),
+            level=level,
+            application=f"pglock:idle@{node}",
+            lost_after=config.lost_after,
+        )
+        found = _stacks.setdefault(key, (config, sessions.Stack(plan)))
+    return found[1]
+
+
+def _node(task: celery.Task[..., Any]) -> str:
+    hostname = task.request.hostname or socket.gethostname()
+    return f"{hostname}:{os.getpid()}"
+
+
+def _once(event: str, about: str, text: str, *args: str) -> None:
+    if (event, about) not in _told:
+        _told.add((event, about))
+        events.warn(event, text, *args)

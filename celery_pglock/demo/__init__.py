@@ -1,0 +1,1 @@
+"""A demonstration that needs no infrastructure: PostgreSQL and a broker from wheels, started here."""

@@ -1,0 +1,233 @@
+"""A PostgreSQL server of one's own, in a private directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from celery_pglock.demo.servers import binaries, children
+
+_READY_LINE: Final = 7  # of postmaster.pid, counted from 0
+_STOP_SIGNALS: Final = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+
+StopMode = Literal["smart", "fast", "immediate"]
+
+
+class PostgresServer:
+    """A PostgreSQL server at 127.0.0.1 and on a unix socket, with the superuser `postgres`.
+
+    Nothing is asked for a password. As a context manager it is started on entering; on leaving it
+    is stopped and its directory removed. It ends at once when this process ends, even by SIGKILL.
+    As root it is run by the account `nobody`, since PostgreSQL refuses to be run by root.
+
+    Args:
+        settings: Server settings by name. Change `settings` and `restart` to try others.
+
+    Raises:
+        BinariesNotFoundError: There is no PostgreSQL on this machine.
+
+    Attributes:
+        settings: The server settings, read at each start.
+        port: The TCP port, the same after each restart.
+        data_dir: The data directory.
+        socket_dir: The directory of the unix socket.
+        log_file: What the server logs.
+    """
+
+    def __init__(self, settings: Mapping[str, str | int] | None = None) -> None:
+        self.settings: dict[str, str | int] = dict(settings or {})
+        self.port = children.free_port()
+        self._account = children.Account.unprivileged()
+        self._bin = binaries.runnable(binaries.postgres_bin(), by_others=self._account is not None)
+        self._base = Path(tempfile.mkdtemp(prefix="pglock-pg-"))
+        self.data_dir = self._base / "data"
+        self.socket_dir = self._base
+        self.log_file = self._base / "server.log"
+        self.log_file.touch()
+        if self._account is not None:
+            os.chown(self._base, self._account.uid, self._account.gid)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the postmaster.
+
+        Raises:
+            ServerError: The server is not running.
+        """
+        return self._running().pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def url(self, dbname: str = "postgres", *, socket: bool = False) -> str:
+        """Return the libpq URL of a database, over TCP or over the unix socket."""
+        if socket:
+            return f"postgresql://postgres@/{dbname}?host={self.socket_dir}&port={self.port}"
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{dbname}"
+
+    def start(self) -> Self:
+        """Start the server and wait until it takes connections; make its data on first use.
+
+        Raises:
+            ServerError: It runs already, or does not start; the message ends with its log.
+        """
+        if self.running:
+            raise children.ServerError(f"PostgreSQL on port {self.port} is already running.")
+        if not self.data_dir.exists():
+            self._run(
+                "initdb", "--pgdata", self.data_dir, "--username=postgres", "--auth=trust",
+                "--encoding=UTF8", "--locale=C", "--no-sync",
+            )  # fmt: skip
+        options = {"listen_addresses": "127.0.0.1", **self.settings}
+        command: list[str | Path] = [
+            self._bin / "postgres", "-D", self.data_dir, "-p", str(self.port), "-k", self.socket_dir,
+        ]  # fmt: skip
+        for name, value in options.items():
+            command += ["-c", f"{name}={value}"]
+        process = children.spawn(
+            command,
+            log=self.log_file,
+            cwd=self._base,
+            env=_clean_environment(),
+            account=self._account,
+            death_signal=signal.SIGQUIT,
+        )
+        self._process = process
+        children.wait_until_ready(process, lambda: self._ready(process.pid), log=self.log_file)
+        return self
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        """Stop the server if it runs: `fast` ends sessions properly, `immediate` crashes it.
+
+        Raises:
+            ServerError: It does not stop in time.
+        """
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(_STOP_SIGNALS[mode])
+            children.wait_until_ended(self._process, log=self.log_file)
+        self._process = None
+
+    def restart(self, mode: StopMode = "fast") -> None:
+        """Stop the server if it runs, and start it with the settings as they are now."""
+        self.stop(mode)
+        self.start()
+
+    def kill(self) -> None:
+        """Kill every process of the server with SIGKILL, as a loss of power would.
+
+        Raises:
+            ServerError: It is not running.
+        """
+        process = self._running()
+        sessions = children.child_pids(process.pid)
+        process.kill()
+        process.wait()
+        for pid in sessions:
+            children.send(pid, signal.SIGKILL)
+        # While one of them still has the shared memory, the server would refuse to start again.
+        deadline = time.monotonic() + 10
+        while any(children.alive(pid) for pid in sessions):
+            if time.monotonic() > deadline:
+                raise children.ServerError("A process of PostgreSQL survived SIGKILL for 10 s.")
+            time.sleep(0.01)
+        self._process = None
+
+    def standby(self, settings: Mapping[str, str | int] | None = None) -> PostgresServer:
+        """Make a streaming hot standby of this server; it is not started yet.
+
+        Args:
+            settings: What differs from this server's settings. `cluster_name` is the name under
+                which it appears in pg_stat_replication and synchronous_standby_names.
+        """
+        self._running()
+        copy = PostgresServer({**self.settings, **(settings or {})})
+        try:
+            copy._run(
+                "pg_basebackup", "--pgdata", copy.data_dir, "--dbname", self.url(),
+                "--write-recovery-conf", "--wal-method=stream", "--checkpoint=fast", "--no-sync",
+            )  # fmt: skip
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def promote(self) -> None:
+        """Make this standby a primary, and wait until it is one."""
+        self._running()
+        self._run("pg_ctl", "promote", "--wait", "--pgdata", self.data_dir)
+
+    def close(self) -> None:
+        """Stop the server at once and remove its directory; it cannot be started again."""
+        try:
+            self.stop("immediate")
+        finally:
+            shutil.rmtree(self._base, ignore_errors=True)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            raise children.ServerError(f"PostgreSQL on port {self.port} is not running.")
+        return self._process
+
+    def _ready(self, pid: int) -> bool:
+        try:
+            lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        # The file may be one that a killed server left behind: look whose it is.
+        return (
+            len(lines) > _READY_LINE
+            and lines[0].strip() == str(pid)
+            and lines[_READY_LINE].strip() in {"ready", "standby"}
+        )
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        done = subprocess.run(
+            [self._bin / program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=self._base,
+            env=_clean_environment(),
+            check=False,
+            **children.as_account(self._account),
+        )
+        if done.returncode != 0:
+            raise children.ServerError(f"{program} failed:\n{done.stdout}{done.stderr}".rstrip())
+
+
+def _clean_environment() -> dict[str, str]:
+    # PGHOST, PGDATA, PGOPTIONS … of the caller are meant for another server.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    return kept | {"LC_ALL": "C", "TZ": "UTC"}

@@ -1,0 +1,227 @@
+"""``job_runs``: one row per (job, period), claimed before the work and settled after it.
+
+A claim is one statement: it looks at the row, takes the *run lock* (this very period), then
+the *name lock* (all runs under one lock name), and writes the row. Three rules hold it
+together; for each there is a test that fails without it.
+
+- A statement's snapshot is older than its lock: while it waits for neither, another session
+  may have finished the period in between. So the snapshot only refuses; what admits is the
+  WHERE of the upsert, which reads the newest version of the row.
+- Only the run lock proves that a ``running`` row is dead. The name lock does not: a deploy
+  may have changed its name.
+- Settling is fenced by the claim's identity. A run that lost its locks finds that the row is
+  no longer its own, and changes nothing.
+
+States: ``sent`` (by a beat) → ``running`` → ``done`` | ``failed`` | ``retrying``; ``skipped``
+and ``missed``. A message never re-opens ``done``, ``skipped``, ``missed`` or an exhausted
+``failed``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+import psycopg
+
+from celery_pglock import claims, errors, locks, sessions, statements
+
+
+class Ledger:
+    """The statements over one schema's ``job_runs``; holds no connection and no state."""
+
+    def __init__(self, schema: str = "pglock") -> None:
+        self.schema = schema
+
+    def claim(
+        self,
+        session: sessions.Session,
+        work: claims.Work,
+        *,
+        claim: uuid.UUID,
+        window: claims.Window | None = None,
+    ) -> claims.Claimed | claims.Refused:
+        """Claim a period in one round trip, at the level of the session.
+
+        At session level both locks are held afterwards. At transaction level the claim is
+        committed and no lock is held: take them with ``transactions`` before working.
+
+        Args:
+            session: a session that holds nothing.
+            work: what is to be run.
+            claim: the identity of this claim; the same one again is the same claim.
+            window: refuse with ``moved`` when the server's clock is outside it.
+
+        Raises:
+            LockLost: the session holds one of the keys already.
+            psycopg.Error: the session is broken and has been closed; whether the claim was
+                made is unknown, and asking again with the same ``claim`` is safe.
+        """
+        wanted = work.lock_keys
+        locks.refuse_again(session, wanted)
+        since, until = window or (None, None)
+        parameters = {
+            **_parameters(work),
+            "claim": claim,
+            "since": since,
+            "until": until,
+            "run_key": work.run_key,
+            "max_lost": work.max_lost,
+            "application": work.application,
+        }
+        query = statements.claim(self.schema, session.level)
+        for _ in range(10):
+            answer = session.execute(query, parameters)
+            before = None if answer.status is None else _row(answer)
+            match answer.answer:
+                case "claimed":
+                    if session.level == "session":
+                        session.held.update(wanted)
+                    return claims.Claimed(claim, answer.attempt, answer.lost, before)
+                case "closed" | "exhausted" | "running" | "held" | "moved" as kind:
+                    return claims.Refused(kind, before, answer.now, answer.lost or 0)
+                case "changed":
+                    # Somebody settled the row between this statement's snapshot and its lock:
+                    # a new snapshot shows how.
+                    continue
+                case _:
+                    # An unlock in the statement was answered with no.
+                    session.close()
+                    raise errors.LockLost(work.job, work.period, "a lock was not held any more")
+        session.close()
+        raise errors.LockLost(work.job, work.period, "its row changed with every look at it")
+
+    def settle(
+        self,
+        session: sessions.Session,
+        work: claims.Work,
+        claim: uuid.UUID,
+        status: claims.Status,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        retry_in: float | None = None,
+    ) -> bool:
+        """Record what came of a claim and give its locks back, in one round trip.
+
+        Returns:
+            Whether the row was still ours. False: it was not, and nothing was changed; or an
+            earlier call recorded it already (``settled_as`` tells).
+
+        Raises:
+            LockLost: an unlock was answered with no. The row has been settled if it was ours.
+            psycopg.Error: the session is broken and has been closed.
+        """
+        parameters = {
+            "job": work.job,
+            "period": work.period,
+            "claim": claim,
+            "status": status,
+            "reason": reason,
+            "error": error,
+            "retry_in": retry_in,
+        }
+        if not session.held:
+            query = statements.statement(statements.SETTLE_ONLY, self.schema)
+            return bool(session.execute(query, parameters).settled)
+        answer = session.execute(
+            statements.statement(statements.SETTLE_AND_UNLOCK, self.schema),
+            {
+                **parameters,
+                "name_key": work.name_key,
+                "run_key": work.run_key,
+                "application": work.idle_application,
+            },
+        )
+        session.held.clear()
+        if not (answer.name_freed and answer.run_freed):
+            session.close()
+            if not answer.settled:
+                reason = "the server did not know its locks any more"
+                raise errors.LockLost(work.job, work.period, reason)
+        return bool(answer.settled)
+
+    def settled_as(
+        self, session: sessions.Session, work: claims.Work, claim: uuid.UUID
+    ) -> str | None:
+        """Return the status of the row if it still carries this claim, else None."""
+        row = self.read(session, work)
+        return row.status if row is not None and row.claim == claim else None
+
+    def ask_whose(
+        self, connection: psycopg.Connection[Any], work: claims.Work, claim: uuid.UUID
+    ) -> psycopg.Cursor[Any]:
+        """Ask, for instance in a pipeline, for one row if the claim is still ours."""
+        return connection.execute(
+            statements.statement(statements.STILL_MINE, self.schema),
+            {"job": work.job, "period": work.period, "claim": claim},
+        )
+
+    def give_back(
+        self, session: sessions.Session, work: claims.Work, claim: uuid.UUID, reason: str
+    ) -> None:
+        """Undo a claim whose run never started: ``sent`` again, its attempt number used up."""
+        session.execute(
+            statements.statement(statements.RETURN, self.schema),
+            {"job": work.job, "period": work.period, "claim": claim, "reason": reason},
+        )
+
+    def skip(self, session: sessions.Session, work: claims.Work, reason: str) -> None:
+        """Record that a period did not run; a row that is more than ``sent`` is left alone."""
+        session.execute(
+            statements.statement(statements.SKIP, self.schema),
+            {**_parameters(work), "reason": reason},
+        )
+
+    def postpone(
+        self, session: sessions.Session, work: claims.Work, number: int, reason: str
+    ) -> None:
+        """Record that postponed copy ``number`` has been sent; a lower number changes nothing."""
+        session.execute(
+            statements.statement(statements.POSTPONE, self.schema),
+            {**_parameters(work), "number": number, "reason": reason},
+        )
+
+    def read(self, session: sessions.Session, work: claims.Work) -> claims.Row | None:
+        """Return the row of a period, or None."""
+        answer = session.execute(
+            statements.statement(statements.READ, self.schema),
+            {"job": work.job, "period": work.period},
+        )
+        return None if answer is None else _row(answer)
+
+    def period_of(self, session: sessions.Session, job: str, task_id: str) -> str | None:
+        """Return the period under which this message was claimed before, or None."""
+        answer = session.execute(
+            statements.statement(statements.PERIOD_OF, self.schema),
+            {"job": job, "task_id": task_id},
+        )
+        return None if answer is None else str(answer.period)
+
+    def holder(self, session: sessions.Session, work: claims.Work) -> claims.Holder | None:
+        """Return who holds the name lock of ``work``, or None when nobody does any more."""
+        answer = session.execute(
+            statements.statement(statements.HOLDER, self.schema), {"key": work.name_key}
+        )
+        return None if answer is None else claims.Holder(*answer)
+
+
+def _parameters(work: claims.Work) -> dict[str, Any]:
+    return {
+        "job": work.job,
+        "period": work.period,
+        "due_at": work.due_at,
+        "name_key": work.name_key,
+        "task": work.task,
+        "task_id": work.task_id,
+        "entry": work.entry,
+        "node": work.node,
+        "term": work.term,
+    }
+
+
+def _row(answer: Any) -> claims.Row:
+    return claims.Row(
+        **{field.name: getattr(answer, field.name) for field in dataclasses.fields(claims.Row)}
+    )

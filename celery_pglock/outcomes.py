@@ -1,0 +1,166 @@
+"""How a call ends that did not run, and what a body's exception means for its period.
+
+A skip must end every wait and must not look like work that was done. ``Ignore`` alone leaves
+the result pending for ever, and with it chains, groups and chords; a returned value lets the
+next step of a chain go on as if the work were done. So a skip is ``REVOKED``, with a
+``TaskRevokedError`` that says why: Celery's own word for a task that was not executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import logging
+from typing import TYPE_CHECKING, Any, Final, TypedDict
+
+import celery.states
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from typing_extensions import override
+
+from celery_pglock import claims, errors, messages
+
+if TYPE_CHECKING:
+    import celery
+
+_log: Final = logging.getLogger("celery_pglock.outcomes")
+
+_ERROR_LENGTH: Final = 500
+
+
+class SkippedResult(TypedDict):
+    """What a skipped task returns with ``skip_state="SUCCESS"``."""
+
+    skipped: bool
+    job: str
+    period: str | None
+    reason: str
+
+
+class Skipped(Ignore):
+    """Ends a delivery that was skipped; its result, where one is kept, has been written."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @override
+    def __str__(self) -> str:
+        return f"skipped: {self.reason}"
+
+
+def skip(
+    task: celery.Task[..., Any],
+    delivery: messages.Delivery,
+    work: claims.Work,
+    reason: str,
+    skip_state: str,
+) -> SkippedResult:
+    """End a call that does not run.
+
+    Returns:
+        With ``skip_state="SUCCESS"``, the value that the task is to return.
+
+    Raises:
+        JobSkipped: to the caller of a direct call.
+        Skipped: otherwise, after the result has been written as ``REVOKED``.
+    """
+    if delivery.direct:
+        raise errors.JobSkipped(work.job, work.period, reason)
+    if skip_state == "SUCCESS":
+        return {"skipped": True, "job": work.job, "period": work.period, "reason": reason}
+    skipped = Skipped(reason)
+    if not delivery.eager:
+        # A broken result backend must not turn the skip into a failure of the task.
+        try:
+            _revoke(task, str(skipped))
+        except Exception:  # noqa: BLE001 - whatever a third-party backend raises
+            _log.exception(
+                "the skip of task %s[%s] could not be written to the result backend",
+                task.name,
+                delivery.task_id,
+                extra={"event": "skip_not_stored", "task_id": delivery.task_id},
+            )
+    raise skipped
+
+
+def verdict(error: BaseException) -> claims.Verdict:
+    """Return what a body's exception means for its period."""
+    match error:
+        case Retry():
+            return claims.Verdict(
+                status="retrying",
+                retry_in=_countdown(error),
+                reason="retry",
+                error=_text(error.exc),
+            )
+        case Replaced():
+            return claims.Verdict(status=error.status, reason="replaced", keep=True)
+        case Ignore() | Reject():
+            return claims.Verdict(status="failed", reason=type(error).__name__.lower())
+        case errors.LockLost():
+            return claims.Verdict(status="failed", reason="lock lost", error=_text(error))
+        case _:
+            return claims.Verdict(status="failed", reason="error", error=_text(error))
+
+
+class Replaced(Ignore):
+    """Ends a body that called ``self.replace()``: another task goes on under the same id.
+
+    Attributes:
+        status: ``retrying`` when that task continues this very period, else ``done``.
+    """
+
+    def __init__(self, *args: object, status: claims.Status) -> None:
+        super().__init__(*args)
+        self.status = status
+
+
+def _revoke(task: celery.Task[..., Any], reason: str) -> None:
+    request = task.request
+    backend = task.backend
+    if isinstance(backend, DisabledBackend):
+        _tell(task)
+        return
+    task_id = request.id or ""
+    # Only what the message itself says: Celery's class-level default would look like it.
+    ignored = vars(request).get("ignore_result")
+    stored = not (task.ignore_result if ignored is None else ignored)
+    if stored and backend.get_state(task_id) in celery.states.READY_STATES:
+        # An earlier delivery of the same message has told its result already.
+        return
+    # mark_as_revoked() would leave the later steps of a chain pending; this one ends them
+    # too, and the chord that the task is a part of.
+    backend.mark_as_failure(
+        task_id,
+        TaskRevokedError(reason),
+        request=request,
+        store_result=stored,
+        call_errbacks=False,
+        state=celery.states.REVOKED,
+    )
+    _tell(task)
+
+
+def _tell(task: celery.Task[..., Any]) -> None:
+    # For monitors; a broker that does not answer must not hold the worker up.
+    with contextlib.suppress(Exception):
+        task.send_event("task-revoked", retry=False, terminated=False, signum=None, expired=False)
+
+
+def _countdown(retry: Retry) -> float | None:
+    when = retry.when
+    if isinstance(when, dt.datetime):
+        when = when if when.tzinfo else when.replace(tzinfo=dt.UTC)
+        return max(0.0, (when - dt.datetime.now(dt.UTC)).total_seconds())
+    return float(when) if isinstance(when, int | float) else None
+
+
+def _text(error: BaseException | str | None) -> str | None:
+    if error is None:
+        return None
+    if isinstance(error, str):
+        return error[:_ERROR_LENGTH]
+    # The first line only: what follows may be the parameters of a statement.
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"[:_ERROR_LENGTH]

@@ -1,0 +1,101 @@
+"""What becomes of a call that may not run, and the sentence that says why; pure.
+
+Three questions, in this order. May this be the same message again, whose loss would be the
+loss of its period? Then it waits, and is sent again for later. Is the period settled, or in
+good hands? Then it is skipped. Is the lock name taken? Then ``lock_conflict`` decides, except
+that an occurrence is never dropped because of *another* job's run.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Literal
+
+from celery_pglock import claims, messages
+
+Conflict = Literal["skip", "postpone", "raise"]
+Answer = Literal["skip", "postpone", "raise", "drop", "give up"]
+
+
+def decide(
+    delivery: messages.Delivery, work: claims.Work, refused: claims.Refused, conflict: Conflict
+) -> Answer:
+    """Return what becomes of a refused call.
+
+    ``skip``: it ends without having run; ``postpone``: its message is sent again for later;
+    ``raise``: it fails; ``drop``: this copy of the message is not needed; ``give up``: its
+    period has just been given up.
+    """
+    row = refused.before
+    if refused.kind == "exhausted":
+        return "give up"
+    if refused.kind == "closed":
+        own = row is not None and row.status == "done" and row.task_id == delivery.task_id
+        return "drop" if own and not delivery.direct else "skip"
+    if not delivery.direct:
+        if delivery.superseded(row):
+            return "drop"
+        # Acknowledging it would leave nothing in the broker, should the run that is going
+        # on now die.
+        if delivery.repeats(row):
+            return "postpone"
+    if refused.kind == "running":
+        return "raise" if conflict == "raise" else "skip"
+    if conflict != "raise" and not delivery.direct and _of_another_job(work, refused):
+        return "postpone"
+    return conflict
+
+
+def _of_another_job(work: claims.Work, refused: claims.Refused) -> bool:
+    holder = refused.holder
+    return (
+        work.period is not None
+        and holder is not None
+        and holder.job is not None
+        and holder.job != work.job
+    )
+
+
+def reason(work: claims.Work, refused: claims.Refused) -> str:
+    """Return why a call does not run: who holds what, and since when."""
+    if refused.kind == "held":
+        return _held(work, refused.holder)
+    row = refused.before
+    if row is None:
+        return "this period is being run"
+    match refused.kind:
+        case "closed" if row.status == "done":
+            return (
+                f"already ran in this period (task {row.task_id}, done {_moment(row.finished_at)})"
+            )
+        case "closed":
+            return f"this period is settled as {row.status}: {row.reason or 'no reason given'}"
+        case _ if row.status == "running":
+            return (
+                f"this period is being run (task {row.task_id} on {row.node}, attempt "
+                f"{row.attempts}, since {_moment(row.started_at)}, backend {row.backend_pid})"
+            )
+        case _:
+            return "this period is being run"
+
+
+def _held(work: claims.Work, holder: claims.Holder | None) -> str:
+    lock = f'lock "{work.name}"'
+    if holder is None:
+        return f"{lock} is held by another run"
+    if holder.job is not None:
+        return (
+            f'{lock} is held by job "{holder.job}", period "{holder.period}" (task '
+            f"{holder.task_id} on {holder.node}, since {_moment(holder.started_at)}, backend "
+            f"{holder.pid})"
+        )
+    if holder.ours:
+        return f"{lock} is held by {holder.application} (backend {holder.pid})"
+    return (
+        f"{lock} (key {work.name_key}) is held by a session that is not of celery-pglock: "
+        f"application {holder.application!r}, backend {holder.pid}"
+    )
+
+
+def _moment(moment: dt.datetime | None) -> str:
+    return "?" if moment is None else moment.astimezone(dt.UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,118 @@
+"""The run that is in progress, as its body sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Iterator
+
+import sqlalchemy as sa
+
+from celery_pglock import errors, sessions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run under its locks.
+
+    Attributes:
+        name: the lock name.
+        key: its key in ``pg_locks``.
+        level: ``"session"`` or ``"transaction"``.
+        job: ``<namespace>:<name>``, what runs once per period.
+        period: the label under which the run is recorded; None with ``once_per=None``. Read
+            it here and never from the clock: a late run still belongs to its own period.
+        due: the instant at which the occurrence was due; None for a message without one.
+        attempt: how many times this period has been claimed. It only grows, so a service
+            outside the database that remembers the highest one can refuse a stale run (a
+            fencing token).
+        term: the leader's term in which the message was sent; None for other messages.
+        lost_attempts: how many earlier attempts died without an outcome.
+    """
+
+    name: str
+    key: int
+    level: sessions.Level
+    job: str
+    period: str | None
+    due: dt.datetime | None
+    attempt: int
+    term: int | None
+    lost_attempts: int = 0
+    _connection: sa.Connection | None = None
+    _held: Callable[[], bool]
+    _prove: Callable[[], str | None]
+
+    @property
+    def connection(self) -> sa.Connection:
+        """The connection whose transaction is the lock, at transaction level.
+
+        What is written through it commits together with the ``done`` of the period, or not
+        at all. It is inside a savepoint: an ORM ``Session(bind=connection)`` may commit.
+
+        Raises:
+            AttributeError: at session level, where the lock session is never in a
+                transaction.
+        """
+        if self._connection is None:
+            msg = (
+                f'run of job "{self.job}" has no connection: its lock_level is "session"; use '
+                f'the application\'s own connections, or lock_level="transaction"'
+            )
+            raise AttributeError(msg)
+        return self._connection
+
+    @property
+    def held(self) -> bool:
+        """Whether the locks are held, as far as is known without a query.
+
+        False once the server has ended the session; a broken network is not seen here, only
+        by ``check()``.
+        """
+        return self._held()
+
+    def check(self) -> None:
+        """Ask the server whether the locks are held; one short query at session level.
+
+        At transaction level nothing is asked: the commit is the proof.
+
+        Raises:
+            LockLost: the session or the transaction that held them has ended, or does not
+                answer. Stop working; the run will not be recorded as done.
+        """
+        if (reason := self._prove()) is not None:
+            raise errors.LockLost(self.job, self.period, reason)
+
+
+_current: contextvars.ContextVar[Run | None] = contextvars.ContextVar(
+    "celery_pglock_run", default=None
+)
+
+
+def current_run() -> Run:
+    """Return the run whose body is being executed in this thread or greenlet.
+
+    Raises:
+        NoCurrentRun: there is none: outside a LockedTask, or with ``pglock_enabled`` off.
+    """
+    run = _current.get()
+    if run is None:
+        raise errors.NoCurrentRun
+    return run
+
+
+def in_progress() -> Run | None:
+    """Return the run whose body is being executed here, or None."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def entered(run: Run) -> Iterator[Run]:
+    """Make ``run`` the current one for the length of a ``with`` block."""
+    token = _current.set(run)
+    try:
+        yield run
+    finally:
+        _current.reset(token)

@@ -1,0 +1,252 @@
+"""The ``pglock_*`` settings of a Celery application, read and validated once.
+
+This is the only module that reads ``app.conf``. Nothing is ever added to the configuration:
+``app.add_defaults`` would override what the user has set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import difflib
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from celery import Celery
+
+from celery_pglock import errors, keys, periods, sessions
+
+_log = logging.getLogger("celery_pglock.settings")
+
+_SCHEMA: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
+_MISSING: Final = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What an application has set; every value is valid.
+
+    Attributes:
+        database_url: ``pglock_database_url``, or None when it is not set.
+        namespace: ``pglock_namespace``, or the application's name.
+        schema: ``pglock_schema``.
+        enabled: ``pglock_enabled``.
+        lost_after: ``pglock_lost_after``, in seconds.
+        zone: the application's time zone, in which calendar periods are counted.
+        options: the defaults of the task options.
+    """
+
+    database_url: sessions.Target | None
+    namespace: str
+    schema: str
+    enabled: bool
+    lost_after: float
+    zone: dt.tzinfo
+    options: Mapping[str, Any]
+
+    def target(self) -> sessions.Target:
+        """Return the database to lock in.
+
+        Raises:
+            ConfigurationError: ``pglock_database_url`` is not set. A task that asks for a lock
+                must not run without one.
+        """
+        if self.database_url is None:
+            msg = (
+                "pglock_database_url is not set, so a LockedTask has nowhere to take its lock; "
+                'set it, for instance app.conf.pglock_database_url = "postgresql://user@host/db", '
+                "or set pglock_enabled = False to run without locks"
+            )
+            raise errors.ConfigurationError(msg)
+        return self.database_url
+
+
+_read: weakref.WeakKeyDictionary[Celery, Settings] = weakref.WeakKeyDictionary()
+
+
+def of(app: Celery) -> Settings:
+    """Return the settings of an application.
+
+    They are read when they are first needed; what is changed afterwards has no effect.
+
+    Raises:
+        ConfigurationError: a name is unknown, or a value is not valid; the sentence names it.
+    """
+    settings = _read.get(app)
+    if settings is None:
+        settings = _read[app] = _load(app)
+    return settings
+
+
+def seconds(value: object, name: str, *, least: float = 0.0) -> float:
+    """Return a duration in seconds, given as a number or a timedelta.
+
+    Raises:
+        ConfigurationError: it is neither, or below ``least``.
+    """
+    if isinstance(value, dt.timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        msg = (
+            f"{name} must be a number of seconds or a timedelta, at least {least:g}; got {value!r}"
+        )
+        raise errors.ConfigurationError(msg)
+    return float(value)
+
+
+def one_of(*values: str) -> Callable[[object, str], Any]:
+    """Return a validator that accepts just these texts."""
+
+    def validate(value: object, name: str) -> str:
+        if not isinstance(value, str) or value not in values:
+            nearest = difflib.get_close_matches(str(value), values, n=1)
+            msg = (
+                f"{name} must be one of {', '.join(map(repr, values))}; got {value!r}"
+                f"{f' (did you mean {nearest[0]!r}?)' if nearest else ''}"
+            )
+            raise errors.ConfigurationError(msg)
+        return value
+
+    return validate
+
+
+def whole(value: object, name: str) -> int:
+    """Return a whole number that is not negative.
+
+    Raises:
+        ConfigurationError: it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        msg = f"{name} must be a whole number, 0 or more; got {value!r}"
+        raise errors.ConfigurationError(msg)
+    return value
+
+
+def once_per(value: object, name: str) -> Any:
+    """Return a rule for the period: ``"occurrence"``, a calendar rule, a function, or None.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if value is None or callable(value):
+        return value
+    return one_of("occurrence", *periods.CALENDARS)(value, name)
+
+
+# The task options that have a default of their own, which the setting "pglock_<option>" may
+# change for a whole application.
+OPTION_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "lock_level": "session",
+        "lock_wait": 0.0,
+        "lock_conflict": "skip",
+        "skip_state": "REVOKED",
+        "once_per": "occurrence",
+        "max_crash_retries": 3,
+        "lock_lost": "raise",
+        "lock_unavailable": "postpone",
+        "catchup": 1,
+    }
+)
+OPTION_VALIDATORS: Final[Mapping[str, Callable[[object, str], Any]]] = MappingProxyType(
+    {
+        "lock_level": one_of("session", "transaction"),
+        "lock_wait": seconds,
+        "lock_conflict": one_of("skip", "postpone", "raise"),
+        "skip_state": one_of("REVOKED", "SUCCESS"),
+        "once_per": once_per,
+        "max_crash_retries": whole,
+        "lock_lost": one_of("raise", "warn"),
+        "lock_unavailable": one_of("postpone", "raise"),
+        "catchup": whole,
+    }
+)
+_NAMES: Final = (
+    "database_url",
+    "namespace",
+    "schema",
+    "enabled",
+    "lost_after",
+    *OPTION_DEFAULTS,
+)
+
+
+def _load(app: Celery) -> Settings:
+    _refuse_unknown(app)
+
+    def get(name: str, default: object) -> Any:
+        return app.conf.get(f"pglock_{name}", default)
+
+    url = get("database_url", None)
+    if url is not None and not callable(url) and not isinstance(url, str):
+        msg = "pglock_database_url must be a text or a function that returns one"
+        raise errors.ConfigurationError(msg)
+    if isinstance(url, str):
+        sessions.connection_parameters(url)
+    schema = get("schema", "pglock")
+    if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema):
+        msg = f"pglock_schema must be the name of a PostgreSQL schema; got {schema!r}"
+        raise errors.ConfigurationError(msg)
+    enabled = get("enabled", True)
+    if not isinstance(enabled, bool):
+        msg = f"pglock_enabled must be True or False; got {enabled!r}"
+        raise errors.ConfigurationError(msg)
+    namespace = get("namespace", None)
+    if namespace is None:
+        namespace = app.main or "default"
+    return Settings(
+        database_url=url,
+        namespace=keys.check_namespace(str(namespace)),
+        schema=schema,
+        enabled=enabled,
+        lost_after=seconds(get("lost_after", 10.0), "pglock_lost_after", least=1.0),
+        zone=app.timezone,
+        options=MappingProxyType(
+            {
+                name: OPTION_VALIDATORS[name](get(name, default), f"pglock_{name}")
+                for name, default in OPTION_DEFAULTS.items()
+            }
+        ),
+    )
+
+
+def _refuse_unknown(app: Celery) -> None:
+    config_namespace = _config_namespace(app)
+    for key, name in _given(app):
+        if name not in _NAMES:
+            nearest = difflib.get_close_matches(name, _NAMES, n=1)
+            hint = f"did you mean pglock_{nearest[0]}?" if nearest else f"known: {_known()}"
+            msg = f"unknown setting {key}; {hint}"
+            raise errors.ConfigurationError(msg)
+        if app.conf.get(f"pglock_{name}", _MISSING) is _MISSING:
+            prefix = f"{config_namespace}_" if config_namespace else ""
+            wanted = f"{prefix}PGLOCK_{name.upper()}" if prefix else f"pglock_{name}"
+            _log.warning(
+                "setting %s is not read by Celery here; write %s",
+                key,
+                wanted,
+                extra={"event": "setting_not_read", "setting": key},
+            )
+
+
+def _given(app: Celery) -> Iterator[tuple[str, str]]:
+    prefixes = ["pglock_"]
+    if config_namespace := _config_namespace(app):
+        prefixes.append(f"{config_namespace}_pglock_".lower())
+    for key in list(app.conf):
+        for prefix in prefixes:
+            if str(key).lower().startswith(prefix):
+                yield key, str(key).lower().removeprefix(prefix)
+
+
+def _config_namespace(app: Celery) -> str:
+    # What config_from_object(..., namespace="CELERY") was given.
+    return str(getattr(app, "namespace", None) or "")
+
+
+def _known() -> str:
+    return ", ".join(f"pglock_{name}" for name in _NAMES)

@@ -1,0 +1,102 @@
+"""What a worker checks once, in the parent process, before it takes its first message.
+
+What is wrong for good (a setting, the schema, a standby, a pooler) ends the worker with one
+sentence: a task would otherwise fail at night. What may be over in a moment (the database
+does not answer) is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from celery import bootsteps
+
+from celery_pglock import errors, keys, options, schema, sessions, settings
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+_log: Final = logging.getLogger("celery_pglock.startup")
+
+
+class StartupCheck(bootsteps.StartStopStep):
+    """A worker bootstep: one that raises ends the worker, where a signal receiver would not."""
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        """Check the worker's application.
+
+        Raises:
+            SystemExit: with the sentence that says what to do.
+        """
+        super().__init__(parent, **kwargs)
+        try:
+            check(parent.app)
+        except errors.PGLockError as error:
+            raise SystemExit(f"celery-pglock: {error}") from None
+
+
+def register(app: Celery) -> None:
+    """Have the workers of an application make the check."""
+    app.steps["worker"].add(StartupCheck)
+
+
+def check(app: Celery) -> None:
+    """Check settings, lock names, database and schema of an application.
+
+    Raises:
+        ConfigurationError: a setting or a lock name is wrong.
+        SchemaError: tables are missing, older, or without their UNIQUE constraint.
+        ServerInRecovery, TransactionPooler: the server cannot hold the locks.
+    """
+    config = settings.of(app)
+    if not config.enabled:
+        return
+    target = config.target()
+    locked = dict(_locked(app))
+    _refuse_equal_keys(config.namespace, locked)
+    levels = {chosen.value("lock_level", config.options) for chosen in locked.values()}
+    recorded = any(
+        chosen.value("once_per", config.options) is not None for chosen in locked.values()
+    )
+    try:
+        for level in sorted(levels):
+            plan = sessions.Plan(
+                target=target,
+                level=level,
+                application="pglock:startup",
+                lost_after=config.lost_after,
+            )
+            sessions.open_session(plan).close()
+        if recorded:
+            schema.verify(target, config.schema)
+    except errors.DatabaseUnavailable as error:
+        _log.warning(
+            "starting although %s; locked tasks wait until it answers",
+            error,
+            extra={"event": "database_unavailable"},
+        )
+
+
+def _locked(app: Celery) -> Iterator[tuple[str, options.Options]]:
+    for name, task in app.tasks.items():
+        chosen = getattr(task, "_pglock_options", None)
+        if isinstance(chosen, options.Options) and not name.startswith("celery."):
+            yield name, chosen
+
+
+def _refuse_equal_keys(namespace: str, locked: dict[str, options.Options]) -> None:
+    named: dict[int, tuple[str, str]] = {}
+    for task, chosen in sorted(locked.items()):
+        name = chosen.given.get("lock_name", task)
+        if callable(name):
+            continue
+        key = name if isinstance(name, int) else keys.from_name(namespace, "task", name)
+        other, by = named.setdefault(key, (str(name), task))
+        if other != str(name):
+            msg = (
+                f"lock names {other!r} (task {by!r}) and {name!r} (task {task!r}) have the same "
+                f"key {key}; rename one of them"
+            )
+            raise errors.ConfigurationError(msg)

@@ -1,0 +1,199 @@
+"""The SQL of the ledger, one text for each thing that it says to ``job_runs``.
+
+Kept apart from ``ledger``, which knows when each is said and what its answers mean. The
+texts are templates: ``statement`` and ``claim`` put the schema's name in, quoted. They stay
+below 4,096 characters, above which psycopg does not remember their conversion.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from psycopg import sql
+
+from celery_pglock import locks, sessions
+
+# At transaction level the claim is committed a moment before the locks of the working
+# transaction are taken. A copy that comes in between must not take the claimer for dead.
+_CLAIM_GRACE: Final = "2 seconds"
+
+_CLOSED: Final = (
+    "{r}.status in ('done', 'skipped', 'missed')"
+    " or {r}.status = 'failed' and {r}.reason = 'exhausted'"
+)
+_JUST_CLAIMED: Final = (
+    "{r}.status = 'running' and {r}.backend_pid is null and {r}.claim <> %(claim)s::uuid"
+    " and {r}.started_at > pg_catalog.clock_timestamp() - interval '" + _CLAIM_GRACE + "'"
+)
+# A claim that was sent again over a new session, because the old one broke while it was
+# answered, is the same attempt and not a crash of the one before.
+_DIED: Final = "(r.status = 'running' and r.claim is distinct from excluded.claim)"
+_GIVEN_UP: Final = f"r.lost_attempts + {_DIED}::integer > %(max_lost)s::integer"
+
+_CLAIM: Final = f"""
+with s as materialized (
+ select status, reason, task_id, attempts, lost_attempts, postponements, node, backend_pid,
+  started_at, finished_at, claim from {{runs}}
+ where job = %(job)s::text and period = %(period)s::text
+), g as materialized (
+ select case
+  when pg_catalog.clock_timestamp() < %(since)s::timestamptz
+   or pg_catalog.clock_timestamp() >= %(until)s::timestamptz then 'moved'
+  when exists (select from s where {_CLOSED.format(r="s")}) then 'closed'
+  when exists (select from s where {_JUST_CLAIMED.format(r="s")}) then 'running'
+ end as refusal
+), l as materialized (
+ select case when refusal is null then {{try_lock}}(%(run_key)s::bigint) end as run from g
+), n as materialized (
+ select case when run then {{try_lock}}(%(name_key)s::bigint) end as name from l
+), c as (
+ insert into {{runs}} as r (job, period, due_at, status, attempts, claim, name_key, task,
+  task_id, entry, node, backend_pid, term, started_at)
+ select %(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'running', 1,
+  %(claim)s::uuid, %(name_key)s::bigint, %(task)s::text, %(task_id)s::text, %(entry)s::text,
+  %(node)s::text, {{backend_pid}}, %(term)s::bigint, pg_catalog.clock_timestamp()
+ from n where name
+ on conflict (job, period) do update set
+  status = case when {_GIVEN_UP} then 'failed' else 'running' end,
+  reason = case when {_GIVEN_UP} then 'exhausted' end,
+  attempts = r.attempts
+   + (r.claim is distinct from excluded.claim and not {_GIVEN_UP})::integer,
+  lost_attempts = r.lost_attempts + {_DIED}::integer,
+  claim = excluded.claim, name_key = excluded.name_key, task = excluded.task,
+  task_id = excluded.task_id, node = excluded.node, backend_pid = excluded.backend_pid,
+  due_at = coalesce(r.due_at, excluded.due_at), entry = coalesce(r.entry, excluded.entry),
+  term = coalesce(excluded.term, r.term), started_at = excluded.started_at,
+  finished_at = case when {_GIVEN_UP} then excluded.started_at end, retry_at = null
+ where not ({_CLOSED.format(r="r")}) and not ({_JUST_CLAIMED.format(r="r")})
+ returning r.status, r.attempts, r.lost_attempts
+)
+select case
+  when g.refusal is not null then g.refusal
+  when not l.run then 'running'
+  when not n.name then {{free_run}} 'held' {{end}}
+  when c.status = 'running' then 'claimed'
+  when c.status = 'failed' then {{free_both}} 'exhausted' {{end}}
+  else {{free_both}} 'changed' {{end}}
+ end as answer, c.attempts as attempt, c.lost_attempts as lost,
+ pg_catalog.clock_timestamp() as now, s.*{{announce}}
+from g cross join l cross join n left join c on true left join s on true
+"""
+
+_SESSION_LEVEL: Final = {
+    "try_lock": sql.SQL("pg_catalog.pg_try_advisory_lock"),
+    "backend_pid": sql.SQL("pg_catalog.pg_backend_pid()"),
+    "free_run": sql.SQL("case when pg_catalog.pg_advisory_unlock(%(run_key)s::bigint) then"),
+    "free_both": sql.SQL(
+        "case when pg_catalog.pg_advisory_unlock(%(name_key)s::bigint)"
+        " and pg_catalog.pg_advisory_unlock(%(run_key)s::bigint) then"
+    ),
+    "end": sql.SQL("end"),
+    "announce": sql.SQL(
+        ", case when c.status = 'running' then pg_catalog.set_config('application_name',"
+        " %(application)s::text, false) end"
+    ),
+}
+# In a statement of its own a transaction-level lock lasts just as long as the statement: long
+# enough to claim under it, and there is nothing to give back. No backend_pid: a pooler may
+# serve the next statement with another server process.
+_TRANSACTION_LEVEL: Final = {
+    "try_lock": sql.SQL("pg_catalog.pg_try_advisory_xact_lock"),
+    "backend_pid": sql.SQL("null::integer"),
+    "free_run": sql.SQL(""),
+    "free_both": sql.SQL(""),
+    "end": sql.SQL(""),
+    "announce": sql.SQL(""),
+}
+
+_SETTLE: Final = """
+ update {runs} set status = %(status)s::text, reason = %(reason)s::text, error = %(error)s::text,
+  finished_at = case when %(status)s::text <> 'retrying' then pg_catalog.clock_timestamp() end,
+  retry_at = pg_catalog.clock_timestamp() + %(retry_in)s::double precision * interval '1 s'
+ where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::uuid
+  and status = 'running'
+ returning 1
+"""
+# The name lock goes first: a copy of this period that comes in between must meet the run
+# lock, and be told that the period is running, not that somebody else has its lock name.
+# Both go before the statement's commit is visible; that is safe, because the next claim
+# waits for this row and reads it again.
+SETTLE_AND_UNLOCK: Final = (
+    "with u as ("
+    + _SETTLE
+    + """), n as materialized (select pg_catalog.count(*) as n from u)
+select n.n as settled, pg_catalog.pg_advisory_unlock(%(name_key)s::bigint) as name_freed,
+ pg_catalog.pg_advisory_unlock(%(run_key)s::bigint) as run_freed,
+ pg_catalog.set_config('application_name', %(application)s::text, false) from n
+"""
+)
+SETTLE_ONLY: Final = "with u as (" + _SETTLE + ") select pg_catalog.count(*) as settled from u"
+
+STILL_MINE: Final = """
+select from {runs} where job = %(job)s::text and period = %(period)s::text
+ and claim = %(claim)s::uuid and status = 'running'
+"""
+
+RETURN: Final = """
+update {runs} set status = 'sent', claim = null, reason = %(reason)s::text
+where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::uuid
+ and status = 'running'
+"""
+
+SKIP: Final = """
+insert into {runs} as r (job, period, due_at, status, name_key, task, task_id, entry, node, term,
+ finished_at, reason)
+values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'skipped',
+ %(name_key)s::bigint, %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text,
+ %(term)s::bigint, pg_catalog.clock_timestamp(), %(reason)s::text)
+on conflict (job, period) do update set status = 'skipped', reason = excluded.reason,
+ node = excluded.node, finished_at = excluded.finished_at
+where r.status = 'sent'
+"""
+
+POSTPONE: Final = """
+insert into {runs} as r (job, period, due_at, status, name_key, task, task_id, entry, node, term,
+ sent_at, postponements, reason)
+values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'sent', %(name_key)s::bigint,
+ %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text, %(term)s::bigint,
+ pg_catalog.clock_timestamp(), %(number)s::integer, %(reason)s::text)
+on conflict (job, period) do update set postponements = excluded.postponements
+where r.postponements < excluded.postponements
+ and r.status in ('sent', 'running', 'retrying', 'failed')
+"""
+
+HOLDER: Final = """
+select l.pid, a.application_name as application, r.job, r.period, r.task_id, r.node, r.started_at
+from pg_catalog.pg_locks l left join pg_catalog.pg_stat_activity a on a.pid = l.pid
+left join {runs} r on r.name_key = %(key)s::bigint and r.status = 'running'
+where {held_by}
+order by (r.backend_pid = l.pid) desc nulls last, r.started_at desc nulls last limit 1
+"""
+
+READ: Final = """
+select status, reason, task_id, attempts, lost_attempts, postponements, node, backend_pid,
+ started_at, finished_at, claim
+from {runs} where job = %(job)s::text and period = %(period)s::text
+"""
+
+PERIOD_OF: Final = """
+select period from {runs} where job = %(job)s::text and task_id = %(task_id)s::text
+order by coalesce(started_at, sent_at) desc nulls last limit 1
+"""
+
+
+@functools.cache
+def statement(template: str, schema: str) -> bytes:
+    """Return a template as it is sent, for the tables in this schema."""
+    return (
+        sql.SQL(template)
+        .format(runs=sql.Identifier(schema, "job_runs"), held_by=locks.HELD_BY)
+        .as_bytes()
+    )
+
+
+@functools.cache
+def claim(schema: str, level: sessions.Level) -> bytes:
+    """Return the claim as it is sent, for a schema and a lock level."""
+    parts = _SESSION_LEVEL if level == "session" else _TRANSACTION_LEVEL
+    return sql.SQL(_CLAIM).format(runs=sql.Identifier(schema, "job_runs"), **parts).as_bytes()

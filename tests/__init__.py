@@ -1,0 +1,1 @@
+"""The tests, by tier: unit, integration, acceptance, chaos."""

@@ -1,0 +1,1 @@
+"""Real workers and beats against a real broker and a real PostgreSQL."""

@@ -1,0 +1,1 @@
+"""Celery applications that the tests start workers and beats for."""

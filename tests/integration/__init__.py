@@ -1,0 +1,1 @@
+"""One process against a real PostgreSQL."""

@@ -1,0 +1,1 @@
+"""Fixtures as plugins, one concern each."""

@@ -1,0 +1,1 @@
+"""Pure code: no database, no process, milliseconds."""
