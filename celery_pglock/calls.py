@@ -144,7 +144,7 @@ class Call:
             return self.body()
 
         def patience(refused: claims.Refused) -> float:
-            return self._patience(delivery, refused)
+            return self._patience(delivery, work, refused)
 
         try:
             answer = executor.execute(work, body, patience=patience, window=window)
@@ -160,9 +160,11 @@ class Call:
             events.finished(self.task, answer.run, "lost" if answer.lost else "done")
         return answer
 
-    def _patience(self, delivery: messages.Delivery, refused: claims.Refused) -> float:
+    def _patience(
+        self, delivery: messages.Delivery, work: claims.Work, refused: claims.Refused
+    ) -> float:
         seconds = 0.0
-        if refused.kind in ("running", "held") and delivery.repeats(refused.before):
+        if refusals.insists(delivery, work, refused, self._option("lock_conflict")):
             seconds = messages.wait(self.task)
         if refused.kind == "held":
             seconds = max(seconds, self._option("lock_wait"))

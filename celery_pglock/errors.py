@@ -208,6 +208,29 @@ class CrashRetriesExhausted(PGLockError):
         )
 
 
+class LeadershipLost(PGLockError):
+    """A beat has ceased to be the leader; it goes on as a standby.
+
+    Args:
+        namespace: of the beats that compete.
+        term: the number of the leadership that ended.
+        reason: how it was noticed.
+    """
+
+    def __init__(self, namespace: str, term: int, reason: str) -> None:
+        super().__init__(namespace, term, reason)
+        self.namespace = namespace
+        self.term = term
+        self.reason = reason
+
+    @override
+    def __str__(self) -> str:
+        return (
+            f'leadership of namespace "{self.namespace}", term {self.term}, is lost: '
+            f"{self.reason}; nothing more is sent until it is won again"
+        )
+
+
 class NoCurrentRun(PGLockError, LookupError):
     """``current_run()`` was called outside the body of a LockedTask that holds its lock."""
 

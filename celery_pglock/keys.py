@@ -113,6 +113,10 @@ def _canonical(value: object, parameter: str) -> object:  # noqa: C901, PLR0912 
     match value:
         case enum.Enum():
             return _canonical(value.value, parameter)
+        case str() if _has_surrogate(value):
+            # It has no UTF-8, so neither a hash nor a place in PostgreSQL.
+            msg = f"lock_by parameter {parameter!r} holds a lone surrogate, which is no character"
+            raise TypeError(msg)
         case None | bool() | str():
             return value
         case int():

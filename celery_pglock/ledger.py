@@ -119,7 +119,7 @@ class Ledger:
             "claim": claim,
             "status": status,
             "reason": reason,
-            "error": error,
+            "error": _storable(error),
             "retry_in": retry_in,
         }
         if not session.held:
@@ -219,6 +219,14 @@ def _parameters(work: claims.Work) -> dict[str, Any]:
         "node": work.node,
         "term": work.term,
     }
+
+
+def _storable(text: str | None) -> str | None:
+    # What an exception says may be anything, and must not keep its own outcome from being
+    # recorded: PostgreSQL stores neither NUL nor half a surrogate pair.
+    if text is None:
+        return None
+    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _row(answer: Any) -> claims.Row:

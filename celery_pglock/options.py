@@ -77,6 +77,8 @@ class Options:
             name = name(arguments, request)
         what = f"lock_name of task {task!r}"
         if isinstance(name, int) and not isinstance(name, bool):
+            if by:
+                raise errors.ConfigurationError(_key_with_arguments(f"of task {task!r}"))
             return str(name), keys.check_key(name, what)
         if not isinstance(name, str):
             msg = f"{what} must be a text or a whole number; its function returned {name!r}"
@@ -112,8 +114,7 @@ def of(cls: type[celery.Task[..., Any]]) -> Options:
         else:
             given[name] = settings.OPTION_VALIDATORS[name](value, f"{name} {where}")
     if isinstance(given.get("lock_name"), int) and given.get("lock_by"):
-        msg = f"lock_by {where} cannot be combined with a lock_name that is the key itself"
-        raise errors.ConfigurationError(msg)
+        raise errors.ConfigurationError(_key_with_arguments(where))
     return Options(given, signature)
 
 
@@ -131,6 +132,13 @@ def _signature(cls: type[celery.Task[..., Any]]) -> inspect.Signature:
     # A bound task, or one that is written as a class: the first parameter is the task.
     signature = inspect.signature(run)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _key_with_arguments(where: str) -> str:
+    return (
+        f"lock_by {where} cannot be combined with a lock_name that is the key itself; "
+        f"make lock_name a text"
+    )
 
 
 def _lock_name(value: object, what: str) -> LockName:

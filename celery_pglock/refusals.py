@@ -32,18 +32,30 @@ def decide(
     if refused.kind == "closed":
         own = row is not None and row.status == "done" and row.task_id == delivery.task_id
         return "drop" if own and not delivery.direct else "skip"
-    if not delivery.direct:
-        if delivery.superseded(row):
-            return "drop"
-        # Acknowledging it would leave nothing in the broker, should the run that is going
-        # on now die.
-        if delivery.repeats(row):
-            return "postpone"
+    if not delivery.direct and delivery.superseded(row):
+        return "drop"
+    if insists(delivery, work, refused, conflict):
+        return "postpone"
     if refused.kind == "running":
         return "raise" if conflict == "raise" else "skip"
-    if conflict != "raise" and not delivery.direct and _of_another_job(work, refused):
-        return "postpone"
     return conflict
+
+
+def insists(
+    delivery: messages.Delivery, work: claims.Work, refused: claims.Refused, conflict: Conflict
+) -> bool:
+    """Whether the message must not be lost although its run is refused now.
+
+    Acknowledging what may be the same message again would leave nothing in the broker, should
+    the run that is going on now die. And an occurrence is not dropped for another job's run.
+    """
+    if delivery.direct or refused.kind not in ("running", "held"):
+        return False
+    if delivery.superseded(refused.before):
+        return False
+    return delivery.repeats(refused.before) or (
+        conflict != "raise" and refused.kind == "held" and _of_another_job(work, refused)
+    )
 
 
 def _of_another_job(work: claims.Work, refused: claims.Refused) -> bool:

@@ -54,12 +54,15 @@ class Plan:
         level: what the session is for.
         application: the first words of ``application_name`` in ``pg_stat_activity``.
         lost_after: seconds after which a silent connection counts as lost.
+        lease: seconds after which the server ends the session when it is idle: for a leader,
+            which has to show that it is alive. None: the session may idle for ever.
     """
 
-    target: Target
+    target: Target = dataclasses.field(repr=False)  # it may hold a password
     level: Level
     application: str
     lost_after: float = 10.0
+    lease: float | None = None
 
 
 def connection_parameters(target: Target) -> dict[str, Any]:
@@ -71,12 +74,9 @@ def connection_parameters(target: Target) -> dict[str, Any]:
     """
     text = target() if callable(target) else target
     try:
-        if _DRIVER_SUFFIX.match(text):
-            url = sa.make_url(text).set(drivername="postgresql+psycopg")
-            translate: Any = PGDialect_psycopg  # SQLAlchemy leaves it untyped
-            args, parameters = translate().create_connect_args(url)
-            return {**conninfo.conninfo_to_dict(*args), **parameters}
-        return conninfo.conninfo_to_dict(text)
+        parameters = _parsed(text)
+        # SQLAlchemy hands on what libpq does not know.
+        conninfo.make_conninfo(**parameters)
     except (psycopg.Error, sa.exc.SQLAlchemyError, ValueError, TypeError, AttributeError):
         # "from None": the original sentence quotes the text.
         msg = (
@@ -84,6 +84,42 @@ def connection_parameters(target: Target) -> dict[str, Any]:
             "postgresql://user@host:5432/database"
         )
         raise errors.ConfigurationError(msg) from None
+    if _misread(text, parameters):
+        msg = (
+            "pglock_database_url cannot be read: its host, port or database is none; in a URL the "
+            "characters @ / : ? # % of a password must be percent-encoded (@ is %40, / is %2F)"
+        )
+        raise errors.ConfigurationError(msg)
+    return parameters
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    if not text.strip():
+        # libpq would connect to whatever the environment or a default says.
+        msg = "empty"
+        raise ValueError(msg)
+    if _DRIVER_SUFFIX.match(text):
+        url = sa.make_url(text).set(drivername="postgresql+psycopg")
+        translate: Any = PGDialect_psycopg  # SQLAlchemy leaves it untyped
+        args, parameters = translate().create_connect_args(url)
+        return {**conninfo.conninfo_to_dict(*args), **parameters}
+    return conninfo.conninfo_to_dict(text)
+
+
+def _misread(text: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether the end of a password was taken for a host, a port or a database.
+
+    Both parsers do that with a password that holds a bare ``@`` or ``/``, and ``describe``
+    would then show it. (A host may begin with ``@``: a socket in the abstract namespace.)
+    """
+    hosts = str(parameters.get("host") or "").split(",")
+    ports = str(parameters.get("port") or "").split(",")
+    database = str(parameters.get("dbname") or "")
+    return (
+        any("@" in host[1:] for host in hosts)
+        or any(port and not port.isdecimal() for port in ports)
+        or ("@" in database and "://" in text and database in text)
+    )
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
@@ -109,9 +145,11 @@ def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Co
         **({"target_session_attrs": "read-write"} if several_hosts else {}),
         "application_name": application,
         **given,
+        # What a lock session needs stands above what the connection string says.
+        **overrides,
     }
     try:
-        return psycopg.connect(autocommit=True, **parameters, **overrides)
+        return psycopg.connect(autocommit=True, **parameters)
     except psycopg.Error as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise errors.DatabaseUnavailable(describe(given), reason) from None
@@ -174,6 +212,14 @@ class Session:
         """Run one statement and return its first row, as a named tuple, or None.
 
         Raises:
+            psycopg.Error: see ``rows``.
+        """
+        return next(iter(self.rows(query, parameters)), None)
+
+    def rows(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> list[Any]:
+        """Run one statement and return its rows, as named tuples.
+
+        Raises:
             psycopg.Error: as psycopg raises it. Whatever is raised, a time limit that strikes
                 in the middle included, the session has been closed: a connection that was
                 interrupted looks usable and is not, and its locks must not outlive the run.
@@ -181,7 +227,7 @@ class Session:
         try:
             with self.connection.cursor(row_factory=namedtuple_row) as cursor:
                 cursor.execute(query, parameters)
-                return cursor.fetchone() if cursor.description else None
+                return cursor.fetchall() if cursor.description else []
         except BaseException:
             self.close()
             raise
@@ -251,8 +297,8 @@ def _guard(session: Session, plan: Plan) -> None:
     release_after = round(plan.lost_after * 3)
     guards = {
         # The session idles while the body works, and must not be ended for it.
-        "idle_session_timeout": "0",
-        "idle_in_transaction_session_timeout": "0",
+        "idle_session_timeout": _milliseconds(plan.lease),
+        "idle_in_transaction_session_timeout": _milliseconds(plan.lease),
         "transaction_timeout": "0",
         # A lock_timeout may fire although the lock was granted.
         "lock_timeout": "0",
@@ -275,6 +321,10 @@ def _guard(session: Session, plan: Plan) -> None:
         b" join pg_catalog.pg_settings s using (name)",
         {"names": list(guards), "values": list(guards.values())},
     )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "0" if seconds is None else str(round(seconds * 1000))
 
 
 def _transaction_pooling(session: Session, plan: Plan) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import datetime as dt
 import difflib
 import logging
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from celery import Celery
+from celery.utils.text import match_case
 
 from celery_pglock import errors, keys, periods, sessions
 
@@ -36,15 +38,19 @@ class Settings:
         schema: ``pglock_schema``.
         enabled: ``pglock_enabled``.
         lost_after: ``pglock_lost_after``, in seconds.
+        standby_poll: ``pglock_standby_poll``, in seconds.
+        leader_lease: ``pglock_leader_lease``, in seconds.
         zone: the application's time zone, in which calendar periods are counted.
         options: the defaults of the task options.
     """
 
-    database_url: sessions.Target | None
+    database_url: sessions.Target | None = dataclasses.field(repr=False)  # may hold a password
     namespace: str
     schema: str
     enabled: bool
     lost_after: float
+    standby_poll: float
+    leader_lease: float
     zone: dt.tzinfo
     options: Mapping[str, Any]
 
@@ -86,13 +92,18 @@ def seconds(value: object, name: str, *, least: float = 0.0) -> float:
     """Return a duration in seconds, given as a number or a timedelta.
 
     Raises:
-        ConfigurationError: it is neither, or below ``least``.
+        ConfigurationError: it is neither, below ``least`` or not finite.
     """
+    given = value
     if isinstance(value, dt.timedelta):
         value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not least <= value < math.inf
+    ):
         msg = (
-            f"{name} must be a number of seconds or a timedelta, at least {least:g}; got {value!r}"
+            f"{name} must be a number of seconds or a timedelta, at least {least:g}; got {given!r}"
         )
         raise errors.ConfigurationError(msg)
     return float(value)
@@ -171,6 +182,8 @@ _NAMES: Final = (
     "schema",
     "enabled",
     "lost_after",
+    "standby_poll",
+    "leader_lease",
     *OPTION_DEFAULTS,
 )
 
@@ -195,6 +208,15 @@ def _load(app: Celery) -> Settings:
     if not isinstance(enabled, bool):
         msg = f"pglock_enabled must be True or False; got {enabled!r}"
         raise errors.ConfigurationError(msg)
+    poll = seconds(get("standby_poll", 0.5), "pglock_standby_poll", least=0.05)
+    lease = seconds(get("leader_lease", 10.0), "pglock_leader_lease", least=1.0)
+    if poll > lease / 4:
+        # A standby's own session has the lease too, and only its polls feed it.
+        msg = (
+            f"pglock_standby_poll ({poll:g} s) must be at most a quarter of pglock_leader_lease "
+            f"({lease:g} s)"
+        )
+        raise errors.ConfigurationError(msg)
     namespace = get("namespace", None)
     if namespace is None:
         namespace = app.main or "default"
@@ -204,6 +226,8 @@ def _load(app: Celery) -> Settings:
         schema=schema,
         enabled=enabled,
         lost_after=seconds(get("lost_after", 10.0), "pglock_lost_after", least=1.0),
+        standby_poll=poll,
+        leader_lease=lease,
         zone=app.timezone,
         options=MappingProxyType(
             {
@@ -224,7 +248,8 @@ def _refuse_unknown(app: Celery) -> None:
             raise errors.ConfigurationError(msg)
         if app.conf.get(f"pglock_{name}", _MISSING) is _MISSING:
             prefix = f"{config_namespace}_" if config_namespace else ""
-            wanted = f"{prefix}PGLOCK_{name.upper()}" if prefix else f"pglock_{name}"
+            # Celery reads the whole name in the case of the prefix.
+            wanted = match_case(f"{prefix}pglock_{name}", prefix)
             _log.warning(
                 "setting %s is not read by Celery here; write %s",
                 key,

@@ -72,11 +72,31 @@ def check(app: Celery) -> None:
         if recorded:
             schema.verify(target, config.schema)
     except errors.DatabaseUnavailable as error:
-        _log.warning(
-            "starting although %s; locked tasks wait until it answers",
-            error,
-            extra={"event": "database_unavailable"},
-        )
+        _warn_unavailable(error)
+
+
+def check_beat(app: Celery) -> None:
+    """Check settings, database and schema for a beat, which needs the tables in any case.
+
+    Raises:
+        ConfigurationError, SchemaError, ServerInRecovery, TransactionPooler: as ``check``.
+    """
+    config = settings.of(app)
+    target = config.target()
+    try:
+        plan = sessions.Plan(target=target, level="session", application="pglock:startup")
+        sessions.open_session(plan).close()
+        schema.verify(target, config.schema)
+    except errors.DatabaseUnavailable as error:
+        _warn_unavailable(error)
+
+
+def _warn_unavailable(error: errors.DatabaseUnavailable) -> None:
+    _log.warning(
+        "starting although %s; nothing that is locked runs until it answers",
+        error,
+        extra={"event": "database_unavailable"},
+    )
 
 
 def _locked(app: Celery) -> Iterator[tuple[str, options.Options]]:

@@ -18,12 +18,14 @@ from celery_pglock import locks, sessions
 # transaction are taken. A copy that comes in between must not take the claimer for dead.
 _CLAIM_GRACE: Final = "2 seconds"
 
+# "is not distinct": with "=" a failed row without a reason would be neither closed nor open.
 _CLOSED: Final = (
     "{r}.status in ('done', 'skipped', 'missed')"
-    " or {r}.status = 'failed' and {r}.reason = 'exhausted'"
+    " or {r}.status = 'failed' and {r}.reason is not distinct from 'exhausted'"
 )
 _JUST_CLAIMED: Final = (
-    "{r}.status = 'running' and {r}.backend_pid is null and {r}.claim <> %(claim)s::uuid"
+    "{r}.status = 'running' and {r}.backend_pid is null"
+    " and {r}.claim is distinct from %(claim)s::uuid"
     " and {r}.started_at > pg_catalog.clock_timestamp() - interval '" + _CLAIM_GRACE + "'"
 )
 # A claim that was sent again over a new session, because the old one broke while it was

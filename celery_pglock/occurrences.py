@@ -1,0 +1,165 @@
+"""The instants at which a schedule is due, computed from its own fields; pure.
+
+A due instant depends on the schedule alone, never on when a process was started or when it
+last looked. So every beat computes the same ones, and a leader that takes over knows what its
+predecessor would have sent.
+
+Daylight saving, as cron does it: a crontab whose minute or hour field starts with ``*``
+follows elapsed time, and fires at each real minute whose local fields match: in both passes
+of a repeated hour, and never in a gap. Any other crontab names a time on the wall clock: in a
+repeated hour it fires in the first pass only, and a time that does not exist moves forward by
+the gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import functools
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+_MINUTE: Final = dt.timedelta(minutes=1)
+_DAY: Final = dt.timedelta(days=1)
+# 29 February comes after eight years at the latest (1896, 1904); what has not come by then
+# never will.
+_HORIZON: Final = dt.timedelta(days=366 * 9)
+_LOOK_BACK: Final = tuple(dt.timedelta(days=days) for days in (1, 40, 400, 366 * 9))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crontab:
+    """Five fields, all of which have to match (Celery ANDs day of month and day of week).
+
+    Attributes:
+        minutes: 0 to 59.
+        hours: 0 to 23.
+        days_of_week: 0 (Sunday) to 6.
+        days_of_month: 1 to 31.
+        months: 1 to 12.
+        zone: the time zone of the fields.
+        elapsed: the minute or hour field starts with ``*``.
+    """
+
+    minutes: frozenset[int]
+    hours: frozenset[int]
+    days_of_week: frozenset[int]
+    days_of_month: frozenset[int]
+    months: frozenset[int]
+    zone: dt.tzinfo
+    elapsed: bool
+
+    def after(self, moment: dt.datetime) -> dt.datetime | None:
+        """Return the first due instant after ``moment``, or None if there never is one."""
+        if self.elapsed:
+            return _elapsed_after(self, moment)
+        return _wall_clock_after(self, moment)
+
+    def on_day(self, day: dt.date) -> bool:
+        """Whether the date matches the three day fields."""
+        return (
+            day.month in self.months
+            and day.day in self.days_of_month
+            and day.isoweekday() % 7 in self.days_of_week
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """Every so often, counted from an anchor that is stored, so no restart moves it.
+
+    Attributes:
+        every: the distance.
+        anchor: an instant from which the multiples are counted.
+    """
+
+    every: dt.timedelta
+    anchor: dt.datetime
+
+    def after(self, moment: dt.datetime) -> dt.datetime:
+        """Return the first due instant after ``moment``; the anchor itself is not due."""
+        past = max(0, (moment - self.anchor) // self.every)
+        return self.anchor + self.every * (past + 1)
+
+
+class Schedule(Protocol):
+    """What tells its next due instant."""
+
+    def after(self, moment: dt.datetime) -> dt.datetime | None:
+        """Return the first due instant after ``moment``, or None if there never is one."""
+
+
+def newest(
+    schedule: Schedule, since: dt.datetime, until: dt.datetime, count: int
+) -> list[dt.datetime]:
+    """Return the newest due instants in ``(since, until]``, at most ``count``, in their order."""
+    if isinstance(schedule, Interval):
+        oldest = max(since, until - schedule.every * (count + 1))
+        return list(between(schedule, oldest, until))[-count:] if count else []
+    found: list[dt.datetime] = []
+    for back in _LOOK_BACK:
+        found = list(between(schedule, max(since, until - back), until))
+        if len(found) >= count or until - back <= since:
+            return found[-count:] if count else []
+    return found[-count:] if count else []
+
+
+def between(schedule: Schedule, since: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
+    """Yield the due instants in ``(since, until]``."""
+    due = schedule.after(since)
+    while due is not None and due <= until:
+        yield due
+        due = schedule.after(due)
+
+
+# Many entries share one crontab, and a leader that takes over asks for all of them at once.
+@functools.lru_cache(maxsize=4096)
+def _wall_clock_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | None:
+    # From the day before: a time that does not exist may move across midnight.
+    day = moment.astimezone(crontab.zone).date() - _DAY
+    last = day + _HORIZON
+    while day <= last:
+        if any(due > moment for due in _on_wall_clock(crontab, day)):
+            # A gap at midnight can put the next day's first time before this day's last.
+            both = _on_wall_clock(crontab, day) + _on_wall_clock(crontab, day + _DAY)
+            return min(due for due in both if due > moment)
+        day += _DAY
+    return None
+
+
+def _on_wall_clock(crontab: Crontab, day: dt.date) -> list[dt.datetime]:
+    if not crontab.on_day(day):
+        return []
+    # fold=0 in a gap reads the time with the offset from before it, which moves it forward
+    # by the length of the gap.
+    return [
+        dt.datetime(
+            day.year, day.month, day.day, hour, minute, tzinfo=crontab.zone, fold=0
+        ).astimezone(dt.UTC)
+        for hour in crontab.hours
+        for minute in crontab.minutes
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _elapsed_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | None:
+    probe = moment.astimezone(dt.UTC).replace(second=0, microsecond=0) + _MINUTE
+    last = probe + _HORIZON
+    while probe <= last:
+        local = probe.astimezone(crontab.zone)
+        if not crontab.on_day(local.date()):
+            probe = _leap(probe, crontab.zone, 60 * (23 - local.hour) + 60 - local.minute)
+        elif local.hour not in crontab.hours:
+            probe = _leap(probe, crontab.zone, 60 - local.minute)
+        elif local.minute not in crontab.minutes:
+            probe += _MINUTE
+        else:
+            return probe
+    return None
+
+
+def _leap(probe: dt.datetime, zone: dt.tzinfo, minutes: int) -> dt.datetime:
+    # Only where the offset stays the same do local fields advance with real time.
+    target = probe + _MINUTE * minutes
+    same = probe.astimezone(zone).utcoffset() == target.astimezone(zone).utcoffset()
+    return target if same else probe + _MINUTE

@@ -1,0 +1,95 @@
+"""Celery's schedule objects, read into due instants of our own.
+
+crontab and plain intervals are computed from their own fields (``occurrences``). Any other
+class, ``solar`` for instance, is asked for its own estimate, from the instant it was last due.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import Any, Final
+
+from celery import schedules as celery_schedules
+
+from celery_pglock import occurrences
+
+_LEAST: Final = dt.timedelta(seconds=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimated:
+    """A schedule of a class that is not known here."""
+
+    schedule: Any
+
+    def after(self, moment: dt.datetime) -> dt.datetime:
+        """Return its own estimate; at least a second later, so that time goes on."""
+        estimate = self.schedule.now() + self.schedule.remaining_estimate(moment)
+        due: dt.datetime = estimate.astimezone(dt.UTC)
+        return max(due, moment + _LEAST)
+
+
+def read(schedule: Any, zone: dt.tzinfo, anchor: dt.datetime) -> occurrences.Schedule:
+    """Return the due instants of a Celery schedule.
+
+    Args:
+        schedule: a ``crontab``, ``schedule``, or any other schedule object.
+        zone: the application's time zone.
+        anchor: from where intervals are counted.
+    """
+    if isinstance(schedule, celery_schedules.crontab):
+        fields: Any = schedule  # the stubs leave its sets out
+        return occurrences.Crontab(
+            minutes=frozenset(fields.minute),
+            hours=frozenset(fields.hour),
+            days_of_week=frozenset(fields.day_of_week),
+            days_of_month=frozenset(fields.day_of_month),
+            months=frozenset(fields.month_of_year),
+            zone=_zone(schedule, zone),
+            elapsed=_starts_with_star(fields, "minute") or _starts_with_star(fields, "hour"),
+        )
+    if _is_plain_interval(schedule):
+        return occurrences.Interval(schedule.run_every, anchor)
+    return Estimated(schedule)
+
+
+def canonical(schedule: Any, zone: dt.tzinfo) -> str:
+    """Return a text that is the same for the same schedule, on every host and in every process.
+
+    ``repr`` of a schedule rounds, so two that differ may look alike in it.
+    """
+    if isinstance(schedule, celery_schedules.crontab):
+        names = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+        fields = " ".join(_field(schedule, name) for name in names)
+        return f"crontab {fields} {_zone(schedule, zone)}"
+    if _is_plain_interval(schedule):
+        return f"every {schedule.run_every.total_seconds():.6f} s"
+    parts = getattr(schedule, "__reduce__", lambda: (None, ()))()
+    return f"{type(schedule).__module__}.{type(schedule).__qualname__} {parts[1]!r} {zone}"
+
+
+def _is_plain_interval(schedule: Any) -> bool:
+    return type(schedule) is celery_schedules.schedule and not schedule.relative
+
+
+def _zone(schedule: Any, zone: dt.tzinfo) -> dt.tzinfo:
+    own = getattr(schedule, "tz", None)
+    return own if isinstance(own, dt.tzinfo) else zone
+
+
+def _original(schedule: Any, name: str) -> Any:
+    return getattr(schedule, f"_orig_{name}", None)
+
+
+def _starts_with_star(schedule: Any, name: str) -> bool:
+    original = _original(schedule, name)
+    return isinstance(original, str) and original.startswith("*")
+
+
+def _field(schedule: Any, name: str) -> str:
+    original = _original(schedule, name)
+    if isinstance(original, str) and original.startswith("*"):
+        return original
+    # "1,2", [2, 1] and {1, 2} are one schedule.
+    return ",".join(str(value) for value in sorted(getattr(schedule, name)))
