@@ -31,6 +31,7 @@ class Planned:
         recorded: its task keeps a row in the ledger.
         catchup: how many of the newest occurrences missed in a downtime are made up.
         due: its due instants.
+        late: the occurrence before was sent when the one after it was due already.
         next_due_at: the next of them that is to be sent.
     """
 
@@ -41,6 +42,7 @@ class Planned:
     recorded: bool
     catchup: int
     due: occurrences.Schedule = dataclasses.field(init=False)
+    late: bool = False
     next_due_at: dt.datetime | None = None
 
 
@@ -48,11 +50,12 @@ class Agenda:
     """The entries of one namespace, planned by its leader.
 
     Attributes:
-        unsent: occurrences that are claimed and perhaps not sent; they go first.
+        unsent: occurrences that are claimed and perhaps not sent, by their entries; they go
+            first.
     """
 
     def __init__(self, namespace: str) -> None:
-        self.unsent: list[schedule_store.Occurrence] = []
+        self.unsent: dict[str, schedule_store.Occurrence] = {}
         self._namespace = namespace
         self._planned: dict[str, Planned] = {}
         self._heap: list[tuple[dt.datetime, str]] = []
@@ -113,8 +116,8 @@ class Agenda:
             self._planned[planned.name] = planned
             if before is not None and before.due_at is not None and before.published_at is None:
                 # Its next occurrence is left as it is stored: that claim was made already.
-                self.unsent.append(
-                    self._occurrence(planned, before.due_at, next_due_at=planned.next_due_at)
+                self.unsent[planned.name] = self._occurrence(
+                    planned, before.due_at, next_due_at=planned.next_due_at, late=True
                 )
             else:
                 self._push(planned)
@@ -122,7 +125,7 @@ class Agenda:
 
     def clear(self) -> None:
         """Forget everything: this beat does not lead."""
-        self.unsent, self._planned, self._heap = [], {}, []
+        self.unsent, self._planned, self._heap = {}, {}, []
 
     def pop(self, now: dt.datetime, most: int) -> list[schedule_store.Occurrence]:
         """Take out what is due, at most ``most`` entries, one occurrence each."""
@@ -131,13 +134,23 @@ class Agenda:
             due_at, name = heapq.heappop(self._heap)
             planned = self._planned[name]
             send, missed = self._make_up(planned, due_at)
+            following = planned.due.after(send)
+            overdue = following is not None and following <= now
             due.append(
-                self._occurrence(planned, send, next_due_at=planned.due.after(send), missed=missed)
+                self._occurrence(
+                    planned,
+                    send,
+                    next_due_at=following,
+                    late=overdue or planned.late,
+                    missed=missed,
+                )
             )
+            planned.late = overdue
         return due
 
     def sent(self, occurrence: schedule_store.Occurrence) -> None:
         """Plan the next occurrence of an entry whose last one is confirmed."""
+        self.unsent.pop(occurrence.entry, None)
         planned = self._planned[occurrence.entry]
         planned.next_due_at = occurrence.next_due_at
         self._push(planned)
@@ -167,6 +180,7 @@ class Agenda:
         due_at: dt.datetime,
         *,
         next_due_at: dt.datetime | None,
+        late: bool,
         missed: Iterable[dt.datetime] = (),
     ) -> schedule_store.Occurrence:
         return schedule_store.Occurrence(
@@ -176,5 +190,6 @@ class Agenda:
             next_due_at=next_due_at,
             task_id=schedule_store.task_id(self._namespace, planned.name, due_at),
             recorded=planned.recorded,
+            late=late,
             missed=tuple(missed),
         )

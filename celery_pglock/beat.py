@@ -12,9 +12,8 @@ import contextlib
 import copy
 import os
 import socket
-import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import billiard.process
 import celery.beat
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from celery_pglock import (
     agenda,
+    dispatch,
     errors,
     events,
     leadership,
@@ -32,12 +32,6 @@ from celery_pglock import (
     settings,
     startup,
 )
-
-_CHUNK: Final = 500
-_CONFIRM_EVERY: Final = 100
-_CONFIRM_WITHIN: Final = 0.5
-_BACK_OFF: Final = 0.5
-_LONGEST_BACK_OFF: Final = 5.0
 
 
 class LeaderScheduler(celery.beat.Scheduler):
@@ -55,8 +49,6 @@ class LeaderScheduler(celery.beat.Scheduler):
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self._leadership: leadership.Leadership | None = None
-        self._send_again_at = 0.0
-        self._back_off = 0.0
         self._failure: BaseException | None = None
         self._busy = False
         self._closing = False
@@ -96,11 +88,27 @@ class LeaderScheduler(celery.beat.Scheduler):
             config.namespace, config.schema, self._leadership.execute
         )
 
+        candidate = self._leadership
+        self._dispatcher = dispatch.Dispatcher(
+            candidate,
+            self._agenda,
+            self._store,
+            self._publisher,
+            lambda occurrence: self._publish(candidate, occurrence),
+        )
+
     @property
     @override
     def info(self) -> str:
-        """What the banner of ``celery beat`` says."""
-        config = settings.of(self.app)
+        """What the banner of ``celery beat`` says.
+
+        Raises:
+            SystemExit: a setting is wrong; the banner is the first to ask.
+        """
+        try:
+            config = settings.of(self.app)
+        except errors.ConfigurationError as error:
+            raise SystemExit(f"celery-pglock: {error}") from None
         return f"    . namespace -> {config.namespace}, schema -> {config.schema}"
 
     @override
@@ -118,7 +126,7 @@ class LeaderScheduler(celery.beat.Scheduler):
                 return self._stand(self._leadership)
             term = self._leadership.term or 0
             try:
-                return self._lead(self._leadership)
+                return self._dispatcher.work(float(self.max_interval or 300.0))
             except errors.LeadershipLost as lost:
                 self._depose(self._leadership, term, lost.reason)
                 return 0.0
@@ -196,7 +204,6 @@ class LeaderScheduler(celery.beat.Scheduler):
             if candidate.feed_in <= 0:
                 candidate.confirm()
 
-        self._back_off = self._send_again_at = 0.0
         registrations = self._agenda.take_over(
             (self._plan(name, entry) for name, entry in self.schedule.items()),
             self._store.load(),
@@ -206,7 +213,7 @@ class LeaderScheduler(celery.beat.Scheduler):
         )
         if registrations:
             self._store.register(registrations)
-        self._send(candidate, self._agenda.unsent)
+        self._dispatcher.begin()
 
     def _was_down(self, elected: leadership.Elected) -> bool:
         """Whether nobody led for longer than a take-over from a leader that hangs takes."""
@@ -233,85 +240,10 @@ class LeaderScheduler(celery.beat.Scheduler):
             catchup=catchup,
         )
 
-    def _lead(self, candidate: leadership.Leadership) -> float:
-        """Send what is due.
-
-        Raises:
-            LeadershipLost: the session is gone or the lease has run out.
-        """
-        if not candidate.held:
-            # It was frozen, or a statement took too long: the server decides, not this clock.
-            candidate.confirm()
-        if self._agenda.unsent:
-            if time.monotonic() >= self._send_again_at:
-                self._send(candidate, self._agenda.unsent)
-        elif due := self._agenda.pop(candidate.now(), _CHUNK):
-            self._claim(candidate, due)
-            self._send(candidate, due)
-        if candidate.feed_in <= 0:
-            candidate.confirm()
-        return self._rest(candidate)
-
-    def _claim(
-        self, candidate: leadership.Leadership, due: list[schedule_store.Occurrence]
-    ) -> None:
-        claimed = self._store.claim(due, candidate.term or 0)
-        if len(claimed) < len(due):
-            # The rows say something else than this process believes: read them again.
-            reason = "its entries were changed by somebody else"
-            raise errors.LeadershipLost(candidate.namespace, candidate.term or 0, reason)
-        for occurrence in due:
-            if occurrence.missed:
-                events.missed(occurrence)
-
-    def _send(
-        self, candidate: leadership.Leadership, claimed: list[schedule_store.Occurrence]
-    ) -> None:
-        """Publish claimed occurrences in their order and confirm them.
-
-        What the broker does not take stays claimed and is published again later.
-
-        Raises:
-            LeadershipLost: in the middle; the next leader publishes the rest.
-        """
-        left = list(claimed)
-        sent: list[schedule_store.Occurrence] = []
-        confirm_at = time.monotonic() + _CONFIRM_WITHIN
-        self._agenda.unsent = left
-        while left:
-            if not candidate.held or candidate.feed_in <= 0:
-                candidate.confirm()
-            occurrence = left[0]
-            self._publish(candidate, occurrence)
-            if self._failure is not None:
-                self._put_off(occurrence, self._failure)
-                break
-            sent.append(left.pop(0))
-            if len(sent) >= _CONFIRM_EVERY or time.monotonic() >= confirm_at:
-                self._confirm(sent)
-                sent, confirm_at = [], time.monotonic() + _CONFIRM_WITHIN
-        else:
-            self._back_off = 0.0
-        if sent:
-            self._confirm(sent)
-
-    def _confirm(self, sent: list[schedule_store.Occurrence]) -> None:
-        self._store.confirm(sent)
-        for occurrence in sent:
-            self._agenda.sent(occurrence)
-            events.sent(occurrence)
-
-    def _put_off(self, occurrence: schedule_store.Occurrence, failure: BaseException) -> None:
-        self._back_off = min(_LONGEST_BACK_OFF, max(_BACK_OFF, self._back_off * 2))
-        self._send_again_at = time.monotonic() + self._back_off
-        self._publisher.forget()
-        reason = f"{type(failure).__name__}: {failure}"
-        events.not_sent(occurrence, reason, self._back_off)
-
     def _publish(
         self, candidate: leadership.Leadership, occurrence: schedule_store.Occurrence
-    ) -> None:
-        """Hand one message to the broker; ``_failure`` says what went wrong, if anything."""
+    ) -> BaseException | None:
+        """Hand one message to the broker; return what went wrong, or None."""
         self._failure = None
         entry = copy.copy(self.schedule[occurrence.entry])
         given = entry.options or {}
@@ -328,21 +260,13 @@ class LeaderScheduler(celery.beat.Scheduler):
                 "pglock_due": occurrence.period,
                 "pglock_entry": occurrence.entry,
                 "pglock_term": candidate.term,
+                **({"pglock_late": True} if occurrence.late else {}),
             },
         }
         try:
             producer = self._publisher.producer()
         except Exception as error:  # noqa: BLE001 - each transport raises its own
-            self._failure = error
-            return
+            return error
         # As Sentry and OpenTelemetry expect it to be called.
         super().apply_entry(entry, producer=producer)
-
-    def _rest(self, candidate: leadership.Leadership) -> float:
-        rest = [candidate.feed_in, float(self.max_interval or self._config.leader_lease)]
-        next_due_at = self._agenda.next_due_at
-        if self._agenda.unsent:
-            rest.append(self._send_again_at - time.monotonic())
-        elif next_due_at is not None:
-            rest.append((next_due_at - candidate.now()).total_seconds())
-        return max(0.0, min(rest))
+        return self._failure

@@ -27,6 +27,7 @@ from celery_pglock import (
     messages,
     options,
     outcomes,
+    periods,
     refusals,
     runs,
     sessions,
@@ -119,6 +120,7 @@ class Call:
                 run_key=keys.of_run(self.config.namespace, who.job, who.period)
                 if who.period is not None
                 else None,
+                origin=self._origin(delivery, who),
             )
             answer = self._execute(executor, delivery, work, who.window)
             if isinstance(answer, execution.Ran):
@@ -126,6 +128,17 @@ class Call:
             if answer.kind != "moved":
                 return self._refused(executor, delivery, work, answer)
             now = answer.now
+
+    def _origin(
+        self, delivery: messages.Delivery, who: identity.Identity
+    ) -> tuple[str, str] | None:
+        if who.period is None or delivery.entry is None or delivery.due is None:
+            return None
+        origin = (
+            f"{self.config.namespace}:{delivery.entry}",
+            periods.occurrence(delivery.due),
+        )
+        return None if origin == (who.job, who.period) else origin
 
     def _execute(
         self,
@@ -195,9 +208,23 @@ class Call:
             case "postpone":
                 raise messages.drop()
             case "skip":
-                if refused.kind == "held" and work.period is not None:
-                    executor.tell(lambda session: executor.records.skip(session, work, reason))
+                self._record_skip(executor, work, refused, reason)
                 return self._skip(delivery, work, refused, reason)
+
+    def _record_skip(
+        self,
+        executor: execution.Executor,
+        work: claims.Work,
+        refused: claims.Refused,
+        reason: str,
+    ) -> None:
+        records = executor.records
+        if not isinstance(records, ledger.Ledger):
+            return
+        if refused.kind == "held":
+            executor.tell(lambda session: records.skip(session, work, reason))
+        if work.origin is not None:
+            executor.tell(lambda session: records.close_origin(session, work, reason))
 
     def _skip(
         self,

@@ -32,6 +32,8 @@ class Work:
         due_at: the due instant, where there is one.
         entry: the schedule entry, where there is one.
         term: the leader's term in which the message was sent, where there is one.
+        origin: job and period of the beat's own row, where a calendar rule records the run
+            under another; it is closed together with the run.
     """
 
     job: str
@@ -46,6 +48,7 @@ class Work:
     due_at: dt.datetime | None = None
     entry: str | None = None
     term: int | None = None
+    origin: tuple[str, str] | None = None
 
     @property
     def lock_keys(self) -> frozenset[int]:

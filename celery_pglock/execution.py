@@ -41,6 +41,34 @@ class Ran(Generic[T]):
     lost: errors.LockLost | None = None
 
 
+class _Loan:
+    """A session of the stack, for as long as it is ours.
+
+    Once given back it may be another thread's, so whatever is raised after that, a body's own
+    exception above all, must not close it here: that would end the other run's locks.
+    """
+
+    def __init__(self, stack: sessions.Stack) -> None:
+        self._stack = stack
+        self._session: sessions.Session | None = None
+
+    def take(self) -> sessions.Session:
+        """Take a session; raises what ``Stack.take`` raises."""
+        self._session = self._stack.take()
+        return self._session
+
+    def give_back(self) -> None:
+        """Give the session back, which holds nothing any more."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._stack.give(session)
+
+    def close(self) -> None:
+        """Close the session unless it has been given back."""
+        if self._session is not None:
+            self._session.close()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """Runs bodies over one stack of sessions.
@@ -89,10 +117,11 @@ class Executor:
         pause = _POLL
         claim = uuid.uuid4()
         while True:
-            session, answer = self._claim(work, claim, window)
+            loan = _Loan(self.stack)
             try:
+                session, answer = self._claim(loan, work, claim, window)
                 if isinstance(answer, claims.Claimed):
-                    outcome = self._run(session, work, answer, body)
+                    outcome = self._run(loan, session, work, answer, body)
                     if not isinstance(outcome, claims.Refused):
                         return outcome
                     answer = outcome
@@ -102,9 +131,9 @@ class Executor:
                         answer = dataclasses.replace(
                             answer, holder=self.records.holder(session, work)
                         )
-                self.stack.give(session)
+                loan.give_back()
             except BaseException:
-                session.close()
+                loan.close()
                 raise
             left = patience(answer) - (time.monotonic() - started)
             if left <= 0:
@@ -133,10 +162,10 @@ class Executor:
         return result
 
     def _claim(
-        self, work: claims.Work, claim: uuid.UUID, window: claims.Window | None
+        self, loan: _Loan, work: claims.Work, claim: uuid.UUID, window: claims.Window | None
     ) -> tuple[sessions.Session, claims.Claimed | claims.Refused]:
         for last in (False, True):
-            session = self.stack.take()
+            session = loan.take()
             try:
                 with schema.translated(session.target, self.records.schema):
                     return session, self.records.claim(session, work, claim=claim, window=window)
@@ -146,24 +175,23 @@ class Executor:
                 if last:
                     raise
                 self.stack.close()
-            except BaseException:
-                session.close()
-                raise
         raise AssertionError
 
     def _run(
         self,
+        loan: _Loan,
         session: sessions.Session,
         work: claims.Work,
         claimed: claims.Claimed,
         body: Callable[[runs.Run], T],
     ) -> Ran[T] | claims.Refused:
         if session.level == "session":
-            return self._run_at_session_level(session, work, claimed, body)
-        return self._run_at_transaction_level(session, work, claimed, body)
+            return self._run_at_session_level(loan, session, work, claimed, body)
+        return self._run_at_transaction_level(loan, session, work, claimed, body)
 
     def _run_at_session_level(
         self,
+        loan: _Loan,
         session: sessions.Session,
         work: claims.Work,
         claimed: claims.Claimed,
@@ -187,13 +215,13 @@ class Executor:
                 self.started(run)
                 value = body(run)
         except BaseException as error:
-            self._settle_failure(session, work, claimed.claim, self.classify(error))
+            self._settle_failure(loan, session, work, claimed.claim, self.classify(error))
             raise
-        lost = self._settle_success(session, work, claimed.claim)
+        lost = self._settle_success(loan, session, work, claimed.claim)
         return Ran(value, run, lost)
 
     def _settle_success(
-        self, session: sessions.Session, work: claims.Work, claim: uuid.UUID
+        self, loan: _Loan, session: sessions.Session, work: claims.Work, claim: uuid.UUID
     ) -> errors.LockLost | None:
         try:
             try:
@@ -213,10 +241,10 @@ class Executor:
                     raise
                 settled = True
         except BaseException:
-            session.close()
+            loan.close()
             raise
         if settled:
-            self.stack.give(session)
+            loan.give_back()
             return None
         session.close()
         lost = errors.LockLost(
@@ -238,6 +266,7 @@ class Executor:
 
     def _settle_failure(
         self,
+        loan: _Loan,
         session: sessions.Session,
         work: claims.Work,
         claim: uuid.UUID,
@@ -254,16 +283,17 @@ class Executor:
                 error=verdict.error,
                 retry_in=verdict.retry_in,
             )
-            self.stack.give(session)
+            loan.give_back()
         except (psycopg.Error, errors.LockLost) as error:
             session.close()
             self._settlement.failure(work, claim, verdict, error)
         except BaseException:
-            session.close()
+            loan.close()
             raise
 
     def _run_at_transaction_level(
         self,
+        loan: _Loan,
         session: sessions.Session,
         work: claims.Work,
         claimed: claims.Claimed,
@@ -298,16 +328,16 @@ class Executor:
         except BaseException as error:
             verdict = self.classify(error)
             if verdict.keep:
-                self._commit(session, transaction, work, claimed.claim)
+                self._commit(loan, transaction, work, claimed.claim)
             else:
-                self._abandon(session, transaction, work, claimed.claim, verdict)
+                self._abandon(loan, transaction, work, claimed.claim, verdict)
             raise
-        self._commit(session, transaction, work, claimed.claim)
+        self._commit(loan, transaction, work, claimed.claim)
         return Ran(value, run)
 
     def _commit(
         self,
-        session: sessions.Session,
+        loan: _Loan,
         transaction: transactions.WorkingTransaction,
         work: claims.Work,
         claim: uuid.UUID,
@@ -316,7 +346,7 @@ class Executor:
             committed = transaction.complete()
         except errors.TransactionEnded as ended:
             verdict = claims.Verdict(status="failed", reason="transaction ended", error=str(ended))
-            self._abandon(session, transaction, work, claim, verdict)
+            self._abandon(loan, transaction, work, claim, verdict)
             raise
         except (psycopg.Error, sa.exc.DBAPIError) as error:
             if transaction.commit_sent and self._settlement.was_committed(work, claim, error):
@@ -333,15 +363,15 @@ class Executor:
                 return
             raise
         if not committed:
-            session.close()
+            loan.close()
             raise errors.LockLost(
                 work.job, work.period, "another attempt has taken the period over"
             )
-        self.stack.give(session)
+        loan.give_back()
 
     def _abandon(
         self,
-        session: sessions.Session,
+        loan: _Loan,
         transaction: transactions.WorkingTransaction,
         work: claims.Work,
         claim: uuid.UUID,
@@ -349,12 +379,12 @@ class Executor:
     ) -> None:
         try:
             transaction.abandon(verdict.status, verdict.reason, verdict.error, verdict.retry_in)
-            self.stack.give(session)
+            loan.give_back()
         except (psycopg.Error, errors.LockLost) as error:
-            session.close()
+            loan.close()
             self._settlement.failure(work, claim, verdict, error)
         except BaseException:
-            session.close()
+            loan.close()
             raise
 
 

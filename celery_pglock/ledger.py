@@ -121,6 +121,8 @@ class Ledger:
             "reason": reason,
             "error": _storable(error),
             "retry_in": retry_in,
+            **_origin(work),
+            "origin_reason": None if work.origin is None else f"run as {work.job} {work.period}",
         }
         if not session.held:
             query = statements.statement(statements.SETTLE_ONLY, self.schema)
@@ -183,6 +185,13 @@ class Ledger:
             {**_parameters(work), "number": number, "reason": reason},
         )
 
+    def close_origin(self, session: sessions.Session, work: claims.Work, reason: str) -> None:
+        """Record for the beat's own row that its run was refused under a calendar period."""
+        session.execute(
+            statements.statement(statements.CLOSE_ORIGIN, self.schema),
+            {**_origin(work), "reason": reason},
+        )
+
     def read(self, session: sessions.Session, work: claims.Work) -> claims.Row | None:
         """Return the row of a period, or None."""
         answer = session.execute(
@@ -205,6 +214,11 @@ class Ledger:
             statements.statement(statements.HOLDER, self.schema), {"key": work.name_key}
         )
         return None if answer is None else claims.Holder(*answer)
+
+
+def _origin(work: claims.Work) -> dict[str, str | None]:
+    job, period = work.origin or (None, None)
+    return {"origin_job": job, "origin_period": period}
 
 
 def _parameters(work: claims.Work) -> dict[str, Any]:

@@ -5,6 +5,7 @@ in eager mode alike. They are plain JSON values:
 
 - ``pglock_job``, ``pglock_period``, ``pglock_due``, ``pglock_term``, ``pglock_entry``: set by
   the beat that sent the occurrence;
+- ``pglock_late``: set by a beat for occurrences that it sends several at a time;
 - ``pglock_fixed``: job and period have been settled on by a claim; retries, postponed and
   replaced copies keep them;
 - ``pglock_postponed``, ``pglock_postponed_since``: the number of a postponed copy, and when
@@ -57,6 +58,7 @@ class Delivery:
         term: ``pglock_term``.
         entry: ``pglock_entry``.
         stock_beat: it was sent by a beat that knows nothing of celery-pglock.
+        late: it is one of several that are made up for after a take-over or an outage.
         expires: when the message expires.
     """
 
@@ -74,6 +76,7 @@ class Delivery:
     term: int | None = None
     entry: str | None = None
     stock_beat: bool = False
+    late: bool = False
     expires: dt.datetime | None = None
 
     def repeats(self, row: claims.Row | None) -> bool:
@@ -123,6 +126,7 @@ def read(request: Context) -> Delivery:
         term=headers.get("pglock_term"),
         entry=headers.get("pglock_entry"),
         stock_beat=bool(headers.get("celery_beat_task")) and due is None,
+        late=bool(headers.get("pglock_late")),
         expires=_moment(request.expires),
     )
 

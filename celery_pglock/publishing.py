@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import kombu
+import kombu.exceptions
+
 if TYPE_CHECKING:
-    import kombu
     from celery import Celery
 
 
@@ -52,6 +54,17 @@ class Publisher:
             connection.connect()
             self._producer = self._app.amqp.Producer(connection.channel(), auto_declare=False)
         return self._producer
+
+    def broke(self, error: BaseException) -> bool:
+        """Whether an error means that the broker does not answer, for any message.
+
+        Others concern one message alone: arguments that cannot be serialized, a queue that the
+        broker refuses.
+        """
+        kinds: tuple[type[BaseException], ...] = (OSError, kombu.exceptions.OperationalError)
+        if self._connection is not None:
+            kinds += tuple(self._connection.connection_errors)
+        return self._producer is None or isinstance(error, kinds)
 
     def forget(self) -> None:
         """Close the connection, whatever state it is in; the next message opens another."""

@@ -47,15 +47,18 @@ def insists(
     """Whether the message must not be lost although its run is refused now.
 
     Acknowledging what may be the same message again would leave nothing in the broker, should
-    the run that is going on now die. And an occurrence is not dropped for another job's run.
+    the run that is going on now die. An occurrence is not dropped for another job's run; nor,
+    when it is one of several that are made up for at once, for the one before it.
     """
     if delivery.direct or refused.kind not in ("running", "held"):
         return False
     if delivery.superseded(refused.before):
         return False
-    return delivery.repeats(refused.before) or (
-        conflict != "raise" and refused.kind == "held" and _of_another_job(work, refused)
-    )
+    if delivery.repeats(refused.before):
+        return True
+    if conflict == "raise" or refused.kind != "held":
+        return False
+    return delivery.late or _of_another_job(work, refused)
 
 
 def _of_another_job(work: claims.Work, refused: claims.Refused) -> bool:

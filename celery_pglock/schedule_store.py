@@ -141,6 +141,8 @@ class Occurrence:
         next_due_at: when the entry is due after it.
         task_id: the id of its message, the same whoever sends it.
         recorded: the task keeps a row in the ledger.
+        late: it is made up for, together with others of its entry: when its run meets the one
+            before, it waits for it instead of being skipped as an overlap.
         missed: earlier occurrences that nobody sends any more.
     """
 
@@ -150,6 +152,7 @@ class Occurrence:
     next_due_at: dt.datetime | None
     task_id: str
     recorded: bool
+    late: bool = False
     missed: tuple[dt.datetime, ...] = ()
 
     @property
@@ -235,7 +238,7 @@ def _columns(items: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
     return {
         field.name: [getattr(item, field.name) for item in items]
         for field in dataclasses.fields(kind)
-        if field.name != "missed"
+        if field.name not in ("late", "missed")
     }
 
 

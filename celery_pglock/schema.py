@@ -133,12 +133,15 @@ def migrate(target: sessions.Target, schema: str = "pglock") -> list[str]:
     Raises:
         DatabaseUnavailable: the server cannot be reached.
         ServerInRecovery: the server is a standby.
-        SchemaError: the role may not create what is missing, or another migration holds on.
+        SchemaError: the role may not create what is missing, something of that name is there
+            already, or another migration holds on.
     """
     with contextlib.closing(_connect(target)) as connection:
         applied: list[str] = []
         with _migration_lock(connection, schema):
-            for step in _pending(connection, schema):
+            with translated(sessions.describe_connection(connection), schema):
+                pending = _pending(connection, schema)
+            for step in pending:
                 _apply(connection, schema, step)
                 applied.append(step.name)
         check(connection, schema)
@@ -162,7 +165,13 @@ def check(connection: psycopg.Connection[Any], schema: str) -> None:
 
     Raises:
         SchemaError: with the command that repairs it.
+        DatabaseUnavailable: the connection broke.
     """
+    with translated(sessions.describe_connection(connection), schema):
+        _check(connection, schema)
+
+
+def _check(connection: psycopg.Connection[Any], schema: str) -> None:
     if pending := _pending(connection, schema):
         if len(pending) == len(migrations()):
             fault = f"has no tables of celery-pglock in database {connection.info.dbname!r}"
@@ -287,6 +296,15 @@ def _apply(connection: psycopg.Connection[Any], schema: str, step: Migration) ->
             f"cannot be migrated by role {connection.info.user!r} ({reason})",
             "run: celery -A <your app> pglock migrate --sql, and let the owner of the database "
             "apply what it prints",
+        ) from None
+    except (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateObject) as error:
+        # Made by hand or by Alembic: what is there is not ours to judge.
+        reason = str(error).splitlines()[0]
+        raise errors.SchemaError(
+            schema,
+            f"holds already what step {step.name} makes ({reason})",
+            f"drop it, or if it is right record that: {_record(step, schema)}; and run migrate "
+            f"again",
         ) from None
 
 

@@ -130,6 +130,12 @@ def describe(parameters: Mapping[str, Any]) -> str:
     return f"{host}:{port}/{database}"
 
 
+def describe_connection(connection: psycopg.Connection[Any]) -> str:
+    """Return ``host:port/database`` of an open connection."""
+    info = connection.info
+    return describe({"host": info.host, "port": info.port, "dbname": info.dbname})
+
+
 def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Connection[Any]:
     """Open an autocommit connection with bounded waiting; for commands and migrations.
 
@@ -164,13 +170,7 @@ class Session:
     def __init__(self, connection: psycopg.Connection[Any], plan: Plan) -> None:
         self.connection = connection
         self.level = plan.level
-        self.target = describe(
-            {
-                "host": connection.info.host,
-                "port": connection.info.port,
-                "dbname": connection.info.dbname,
-            }
-        )
+        self.target = describe_connection(connection)
         self.owner = os.getpid()
         self.pid = 0
         self.pooled = False
@@ -259,7 +259,9 @@ def open_session(plan: Plan) -> Session:
     connection = connect(
         plan.target,
         application=plan.application[:63],
-        prepare_threshold=_PREPARE_THRESHOLD[plan.level],
+        # Until a pooler is ruled out: there a named statement may meet another server process,
+        # and its error would hide what is wrong.
+        prepare_threshold=None,
         keepalives_idle=max(1, round(plan.lost_after / 5)),
         keepalives_interval=1,
         keepalives_count=3,
@@ -268,6 +270,7 @@ def open_session(plan: Plan) -> Session:
     session = Session(connection, plan)
     try:
         _guard(session, plan)
+        connection.prepare_threshold = _PREPARE_THRESHOLD[plan.level]
     except psycopg.Error as error:
         session.close()
         reason = " ".join(str(error).split())

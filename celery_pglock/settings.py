@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from celery import Celery
-from celery.utils.text import match_case
 
 from celery_pglock import errors, keys, periods, sessions
 
@@ -249,7 +248,8 @@ def _refuse_unknown(app: Celery) -> None:
         if app.conf.get(f"pglock_{name}", _MISSING) is _MISSING:
             prefix = f"{config_namespace}_" if config_namespace else ""
             # Celery reads the whole name in the case of the prefix.
-            wanted = match_case(f"{prefix}pglock_{name}", prefix)
+            wanted = f"{prefix}pglock_{name}"
+            wanted = wanted.upper() if prefix.isupper() else wanted.lower()
             _log.warning(
                 "setting %s is not read by Celery here; write %s",
                 key,

@@ -108,28 +108,43 @@ _TRANSACTION_LEVEL: Final = {
     "announce": sql.SQL(""),
 }
 
+# The beat's own row of an occurrence that is recorded under a calendar period is settled by
+# the same statement, so that nobody takes it for lost.
 _SETTLE: Final = """
+u as (
  update {runs} set status = %(status)s::text, reason = %(reason)s::text, error = %(error)s::text,
   finished_at = case when %(status)s::text <> 'retrying' then pg_catalog.clock_timestamp() end,
   retry_at = pg_catalog.clock_timestamp() + %(retry_in)s::double precision * interval '1 s'
  where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::uuid
   and status = 'running'
  returning 1
+), o as (
+ update {runs} set status = %(status)s::text, reason = %(origin_reason)s::text,
+  finished_at = pg_catalog.clock_timestamp()
+ where job = %(origin_job)s::text and period = %(origin_period)s::text
+  and status in ('sent', 'failed') and %(status)s::text <> 'retrying' and exists (select from u)
+)
 """
 # The name lock goes first: a copy of this period that comes in between must meet the run
 # lock, and be told that the period is running, not that somebody else has its lock name.
 # Both go before the statement's commit is visible; that is safe, because the next claim
 # waits for this row and reads it again.
 SETTLE_AND_UNLOCK: Final = (
-    "with u as ("
+    "with "
     + _SETTLE
-    + """), n as materialized (select pg_catalog.count(*) as n from u)
+    + """, n as materialized (select pg_catalog.count(*) as n from u)
 select n.n as settled, pg_catalog.pg_advisory_unlock(%(name_key)s::bigint) as name_freed,
  pg_catalog.pg_advisory_unlock(%(run_key)s::bigint) as run_freed,
  pg_catalog.set_config('application_name', %(application)s::text, false) from n
 """
 )
-SETTLE_ONLY: Final = "with u as (" + _SETTLE + ") select pg_catalog.count(*) as settled from u"
+SETTLE_ONLY: Final = "with " + _SETTLE + " select pg_catalog.count(*) as settled from u"
+
+CLOSE_ORIGIN: Final = """
+update {runs} set status = 'skipped', reason = %(reason)s::text,
+ finished_at = pg_catalog.clock_timestamp()
+where job = %(origin_job)s::text and period = %(origin_period)s::text and status = 'sent'
+"""
 
 STILL_MINE: Final = """
 select from {runs} where job = %(job)s::text and period = %(period)s::text
@@ -187,15 +202,16 @@ order by coalesce(started_at, sent_at) desc nulls last limit 1
 @functools.cache
 def statement(template: str, schema: str) -> bytes:
     """Return a template as it is sent, for the tables in this schema."""
-    return (
-        sql.SQL(template)
-        .format(runs=sql.Identifier(schema, "job_runs"), held_by=locks.HELD_BY)
-        .as_bytes()
-    )
+    return sql.SQL(template).format(runs=_runs(schema), held_by=locks.HELD_BY).as_bytes()
 
 
 @functools.cache
 def claim(schema: str, level: sessions.Level) -> bytes:
     """Return the claim as it is sent, for a schema and a lock level."""
     parts = _SESSION_LEVEL if level == "session" else _TRANSACTION_LEVEL
-    return sql.SQL(_CLAIM).format(runs=sql.Identifier(schema, "job_runs"), **parts).as_bytes()
+    return sql.SQL(_CLAIM).format(runs=_runs(schema), **parts).as_bytes()
+
+
+def _runs(schema: str) -> sql.Identifier:
+    # All these texts are executed with parameters, for which psycopg reads every "%" in them.
+    return sql.Identifier(schema.replace("%", "%%"), "job_runs")

@@ -8,4 +8,5 @@ pytest_plugins = [
     "tests.support.databases",
     "tests.support.processes",
     "tests.support.pgbouncer",
+    "tests.support.stage",
 ]

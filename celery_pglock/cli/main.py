@@ -10,7 +10,7 @@ import click
 from typing_extensions import override
 
 from celery_pglock import errors, settings
-from celery_pglock.cli import migrate, runs
+from celery_pglock.cli import migrate, runs, status
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -64,3 +64,4 @@ def _ending() -> Iterator[None]:
 
 pglock.add_command(migrate.command)
 pglock.add_command(runs.command)
+pglock.add_command(status.command)

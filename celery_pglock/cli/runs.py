@@ -57,15 +57,17 @@ def _read(
         query = query.where(runs.c.job == full)
     if status:
         query = query.where(runs.c.status.in_(status))
-    engine = sa.create_engine(
-        "postgresql+psycopg://",
-        creator=lambda: sessions.connect(target, application="pglock runs"),
-        poolclass=sa.NullPool,
-    )
     with contextlib.closing(sessions.connect(target, application="pglock runs")) as connection:
         schema.check(connection, schema_name)
-    with engine.connect() as connection_:
-        return [dict(row) for row in connection_.execute(query).mappings()]
+        engine = sa.create_engine(
+            "postgresql+psycopg://", creator=lambda: connection, poolclass=sa.StaticPool
+        )
+        try:
+            with engine.connect() as executing:
+                return [dict(row) for row in executing.execute(query).mappings()]
+        except sa.exc.DBAPIError as error:
+            with schema.translated(sessions.describe_connection(connection), schema_name):
+                raise (error.orig or error) from None
 
 
 def _text(row: dict[str, Any], name: str) -> str:
