@@ -2,6 +2,8 @@
 #
 #   make test ARGS="-k name"     the test suite, or a part of it
 #   make lint                    everything that reads the code without running it
+#   make demo                    two beats, two workers, kills, and a verdict in under a minute
+#   make demo ARGS=--unguarded   the same without celery-pglock
 #   make PYTHON=python3.12 test  with another Python
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test types docs chaos clean
+.PHONY: setup lint test types docs chaos demo clean
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -29,6 +31,9 @@ test: setup
 
 chaos: setup
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+demo: setup
+	@$(BIN)/python -m celery_pglock.demo $(ARGS)
 
 types: setup
 	$(BIN)/mypy --strict celery_pglock tests
@@ -42,6 +47,7 @@ lint: setup
 	$(MAKE) --no-print-directory types
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(MAKE) --no-print-directory docs
 
 clean:

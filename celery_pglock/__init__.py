@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from celery_pglock.beat import LeaderScheduler
 from celery_pglock.errors import (
     ConfigurationError,
     CrashRetriesExhausted,
@@ -19,7 +20,11 @@ from celery_pglock.errors import (
     TransactionPooler,
 )
 from celery_pglock.events import (
+    leadership_gained,
+    leadership_lost,
     lock_lost,
+    occurrence_missed,
+    occurrence_sent,
     run_finished,
     run_postponed,
     run_skipped,
@@ -33,6 +38,7 @@ __all__ = [
     "CrashRetriesExhausted",
     "DatabaseUnavailable",
     "JobSkipped",
+    "LeaderScheduler",
     "LeadershipLost",
     "LockLost",
     "LockNotAcquired",
@@ -46,7 +52,11 @@ __all__ = [
     "TransactionEnded",
     "TransactionPooler",
     "current_run",
+    "leadership_gained",
+    "leadership_lost",
     "lock_lost",
+    "occurrence_missed",
+    "occurrence_sent",
     "run_finished",
     "run_postponed",
     "run_skipped",

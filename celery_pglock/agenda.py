@@ -16,7 +16,6 @@ from celery_pglock import occurrences, schedule_store
 
 # How many passed-over occurrences of one entry are recorded one by one.
 _MOST_MISSED: Final = 1000
-_TICK: Final = dt.timedelta(microseconds=1)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -52,10 +51,12 @@ class Agenda:
     Attributes:
         unsent: occurrences that are claimed and perhaps not sent, by their entries; they go
             first.
+        passed_over: entries of which nothing is made up, to be recorded and taken out.
     """
 
     def __init__(self, namespace: str) -> None:
         self.unsent: dict[str, schedule_store.Occurrence] = {}
+        self.passed_over: list[schedule_store.Passed] = []
         self._namespace = namespace
         self._planned: dict[str, Planned] = {}
         self._heap: list[tuple[dt.datetime, str]] = []
@@ -125,7 +126,7 @@ class Agenda:
 
     def clear(self) -> None:
         """Forget everything: this beat does not lead."""
-        self.unsent, self._planned, self._heap = {}, {}, []
+        self.unsent, self.passed_over, self._planned, self._heap = {}, [], {}, []
 
     def pop(self, now: dt.datetime, most: int) -> list[schedule_store.Occurrence]:
         """Take out what is due, at most ``most`` entries, one occurrence each."""
@@ -134,6 +135,9 @@ class Agenda:
             due_at, name = heapq.heappop(self._heap)
             planned = self._planned[name]
             send, missed = self._make_up(planned, due_at)
+            if send > now:
+                self._pass_over(planned, send, missed)
+                continue
             following = planned.due.after(send)
             overdue = following is not None and following <= now
             due.append(
@@ -159,6 +163,21 @@ class Agenda:
         if planned.next_due_at is not None:
             heapq.heappush(self._heap, (planned.next_due_at, planned.name))
 
+    def _pass_over(
+        self, planned: Planned, next_due_at: dt.datetime, missed: Iterable[dt.datetime]
+    ) -> None:
+        self.passed_over.append(
+            schedule_store.Passed(
+                entry=planned.name,
+                task=planned.task,
+                next_due_at=next_due_at,
+                recorded=planned.recorded,
+                missed=tuple(missed),
+            )
+        )
+        planned.next_due_at = next_due_at
+        self._push(planned)
+
     def _make_up(
         self, planned: Planned, due_at: dt.datetime
     ) -> tuple[dt.datetime, list[dt.datetime]]:
@@ -167,7 +186,9 @@ class Agenda:
         if until is None or due_at > until:
             return due_at, []
         keep = planned.catchup
-        late = occurrences.newest(planned.due, due_at - _TICK, until, _MOST_MISSED + keep)
+        most = _MOST_MISSED + keep
+        # The stored instant counts as it stands, whatever the schedule says today.
+        late = [due_at, *occurrences.newest(planned.due, due_at, until, most)][-most:]
         passed = late[: max(0, len(late) - keep)]
         kept = late[len(passed) :]
         following = kept[0] if kept else planned.due.after(until)

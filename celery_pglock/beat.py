@@ -12,6 +12,7 @@ import contextlib
 import copy
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,8 @@ class LeaderScheduler(celery.beat.Scheduler):
         self._busy = False
         self._closing = False
         self._standing = False
+        self._complaint = ""
+        self._complain_at = self._complain_every = 0.0
         # An embedded beat (worker -B) that outlives its worker would go on for ever.
         embedded = billiard.process.current_process().name == "Beat"
         self._parent = os.getppid() if embedded else None
@@ -69,7 +72,12 @@ class LeaderScheduler(celery.beat.Scheduler):
         self.merge_inplace(self.app.conf.beat_schedule)
         self.install_default_entries(self.schedule)
         try:
+            for name, entry in self.schedule.items():
+                schedules.check(name, entry.schedule)
             startup.check_beat(self.app)
+            startup.warn_of_shared_periods(
+                self.app, {name: str(entry.task) for name, entry in self.schedule.items()}
+            )
             config = settings.of(self.app)
             self._leadership = leadership.Leadership(
                 config.target(),
@@ -142,14 +150,15 @@ class LeaderScheduler(celery.beat.Scheduler):
         self._closing = True
         if self._busy:
             return
-        if self._leadership is not None:
-            term = self._leadership.term
-            if term is not None:
-                events.resigned(self._leadership, term)
-            self._leadership.resign()
-        if not self.__dict__.get("_publisher"):
-            return
-        self._publisher.forget()
+        # A second signal may strike while the first one's handler is resigning.
+        with self._working():
+            if self._leadership is not None:
+                term = self._leadership.term
+                if term is not None:
+                    events.resigned(self._leadership, term)
+                self._leadership.resign()
+            if self.__dict__.get("_publisher"):
+                self._publisher.forget()
 
     @override
     def apply_async(
@@ -174,8 +183,9 @@ class LeaderScheduler(celery.beat.Scheduler):
         try:
             elected = candidate.stand()
         except errors.PGLockError as error:
-            events.unusable(error)
+            self._complain(error)
             return 0.0
+        self._complaint, self._complain_every = "", 0.0
         if elected is None:
             if not self._standing:
                 self._standing = True
@@ -188,6 +198,15 @@ class LeaderScheduler(celery.beat.Scheduler):
         except errors.LeadershipLost as lost:
             self._depose(candidate, elected.term, lost.reason)
         return 0.0
+
+    def _complain(self, error: errors.PGLockError) -> None:
+        # It tries once a second; said again after 1, 2, 4 s, and then once a minute.
+        now = time.monotonic()
+        if str(error) != self._complaint or now >= self._complain_at:
+            events.unusable(error)
+            self._complaint = str(error)
+            self._complain_every = min(60.0, max(1.0, self._complain_every * 2))
+            self._complain_at = now + self._complain_every
 
     def _depose(self, candidate: leadership.Leadership, term: int, reason: str) -> None:
         self._agenda.clear()

@@ -6,6 +6,7 @@ room that runs the body under its locks, and what becomes of a message whose bod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import os
@@ -63,6 +64,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     body: Callable[[], Any]
+    _entered: list[runs.Run] = dataclasses.field(default_factory=list)
 
     def make(self) -> Any:
         """Run the body if the call may run; return its value or what stands for a skip.
@@ -101,7 +103,8 @@ class Call:
         try:
             return self._attempt(delivery, unclaimed)
         except errors.DatabaseUnavailable as error:
-            if self._option("lock_unavailable") == "raise" or delivery.direct or delivery.eager:
+            # From inside the body it is the body's own affair, and that has run.
+            if self._entered or self._option("lock_unavailable") == "raise":
                 raise
             if not self._postpone(delivery, unclaimed, str(error), record=False):
                 raise
@@ -148,10 +151,9 @@ class Call:
         window: claims.Window | None,
     ) -> execution.Ran[Any] | claims.Refused:
         request = self.task.request
-        entered: list[runs.Run] = []
 
         def body(run: runs.Run) -> Any:
-            entered.append(run)
+            self._entered.append(run)
             if not delivery.direct:
                 messages.fix(request, work)
             return self.body()
@@ -164,7 +166,7 @@ class Call:
         except BaseException as error:
             if isinstance(error, errors.LockLost):
                 events.lost(self.task, error)
-            for run in entered:
+            for run in self._entered:
                 events.finished(self.task, run, outcomes.verdict(error).status, error)
             raise
         if isinstance(answer, execution.Ran):
@@ -256,8 +258,13 @@ class Call:
         messages.send(self.task, self.args, self.kwargs, work if record else None, copy)
         if executor is not None and work.period is not None:
             records = executor.records
-            executor.tell(lambda session: records.postpone(session, work, copy.number, reason))
-        events.postponed(self.task, work, reason, copy.number, copy.countdown)
+            # It has been sent; without its number in the row a copy of it that turns up again
+            # is postponed once more than needed.
+            with contextlib.suppress(errors.DatabaseUnavailable):
+                executor.tell(lambda session: records.postpone(session, work, copy.number, reason))
+        events.postponed(
+            self.task, work, reason, copy.number, copy.countdown, unavailable=not record
+        )
         return True
 
     def _executor(self) -> execution.Executor:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from celery_pglock import agenda, errors, events, leadership, publishing, schedule_store
+from celery_pglock import agenda, events, leadership, publishing, schedule_store
 
 _CHUNK: Final = 500
 _CONFIRM_EVERY: Final = 100
@@ -74,9 +74,12 @@ class Dispatcher:
         if time.monotonic() >= self._broken_until:
             if unsent := self._ready():
                 self._send(unsent)
-            elif due := self._agenda.pop(candidate.now(), _CHUNK):
-                self._claim(due)
-                self._send(due)
+            else:
+                due = self._agenda.pop(candidate.now(), _CHUNK)
+                self._pass_over()
+                if due:
+                    self._claim(due)
+                    self._send(due)
         if candidate.feed_in <= 0:
             candidate.confirm()
         return self._rest(at_most)
@@ -86,12 +89,18 @@ class Dispatcher:
         claimed = self._store.claim(due, candidate.term or 0)
         self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in due})
         if len(claimed) < len(due):
-            # The rows say something else than this process believes: read them again.
-            reason = "its entries were changed by somebody else"
-            raise errors.LeadershipLost(candidate.namespace, candidate.term or 0, reason)
+            # The rows say something else than this process believes: another term reads them.
+            raise candidate.lose("its entries were changed by somebody else")
         for occurrence in due:
             if occurrence.missed:
                 events.missed(occurrence)
+
+    def _pass_over(self) -> None:
+        passed, self._agenda.passed_over = self._agenda.passed_over, []
+        if passed:
+            self._store.pass_over(passed, self._candidate.term or 0)
+            for entry in passed:
+                events.missed(entry)
 
     def _ready(self) -> list[schedule_store.Occurrence]:
         now = time.monotonic()
@@ -104,27 +113,36 @@ class Dispatcher:
     def _send(self, claimed: list[schedule_store.Occurrence]) -> None:
         """Publish claimed occurrences in their order and confirm them.
 
-        What is not sent stays claimed and is published again later.
+        What is not sent stays claimed and is published again later: by the next tick, when a
+        slow broker has taken up this one's time.
 
         Raises:
             LeadershipLost: in the middle; the next leader publishes the rest.
         """
         candidate = self._candidate
         sent: list[schedule_store.Occurrence] = []
-        confirm_at = time.monotonic() + _CONFIRM_WITHIN
-        for occurrence in claimed:
-            if not candidate.held or candidate.feed_in <= 0:
-                candidate.confirm()
-            failure = self._publish(occurrence)
-            if failure is None:
-                sent.append(occurrence)
-            elif self._put_off(occurrence, failure):
-                break
-            if len(sent) >= _CONFIRM_EVERY or (sent and time.monotonic() >= confirm_at):
+        started = time.monotonic()
+        confirm_at = started + _CONFIRM_WITHIN
+        try:
+            for occurrence in claimed:
+                if not candidate.held or candidate.feed_in <= 0:
+                    candidate.confirm()
+                failure = self._publish(occurrence)
+                if failure is None:
+                    sent.append(occurrence)
+                elif self._put_off(occurrence, failure):
+                    break
+                now = time.monotonic()
+                if len(sent) >= _CONFIRM_EVERY or (sent and now >= confirm_at):
+                    batch, sent = sent, []
+                    self._confirm(batch)
+                    confirm_at = time.monotonic() + _CONFIRM_WITHIN
+                if now >= started + candidate.lease / 4:
+                    break
+        finally:
+            # Also when a signal ends this process in the middle of the next publication.
+            if sent and candidate.leading:
                 self._confirm(sent)
-                sent, confirm_at = [], time.monotonic() + _CONFIRM_WITHIN
-        if sent:
-            self._confirm(sent)
 
     def _confirm(self, sent: list[schedule_store.Occurrence]) -> None:
         self._store.confirm(sent)

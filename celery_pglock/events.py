@@ -134,10 +134,17 @@ def skipped(
 
 
 def postponed(
-    task: celery.Task[..., Any], work: claims.Work, reason: str, number: int, countdown: float
+    task: celery.Task[..., Any],
+    work: claims.Work,
+    reason: str,
+    number: int,
+    countdown: float,
+    *,
+    unavailable: bool = False,
 ) -> None:
-    """Tell that the same message was sent again for later."""
-    _log.info(
+    """Tell that the same message was sent again for later; a warning without a database."""
+    _log.log(
+        logging.WARNING if unavailable else logging.INFO,
         "run postponed: task %s[%s] of %s for %g s (copy %s): %s",
         work.task,
         work.task_id,
@@ -304,7 +311,7 @@ def not_sent(occurrence: schedule_store.Occurrence, reason: str, again_in: float
     )
 
 
-def missed(occurrence: schedule_store.Occurrence) -> None:
+def missed(occurrence: schedule_store.Occurrence | schedule_store.Passed) -> None:
     """Tell that earlier occurrences of an entry are not sent any more."""
     _beat_log.warning(
         "occurrences missed: %s of entry %s, from %s to %s; no beat was leading",

@@ -42,6 +42,7 @@ from psycopg import sql
 
 from celery_pglock import errors, keys, schema, sessions
 
+_SHORTEST_BACK_OFF: Final = 0.1
 _LONGEST_BACK_OFF: Final = 1.0
 
 _ELECT: Final = """
@@ -153,6 +154,8 @@ class Leadership:
         self._session: sessions.Session | None = None
         self._next_try = 0.0
         self._back_off = 0.0
+        self._elected_at = float("-inf")
+        self._told = False
         # The server's clock at some moment of ours, carried on by the monotonic clock.
         self._server_time: tuple[dt.datetime, float] | None = None
         self._proved_at = self._confirmed_at = float("-inf")
@@ -214,6 +217,7 @@ class Leadership:
         """
         self._wait()
         started = self._monotonic()
+        self._told = False
         try:
             session = self._session or self._open()
             with schema.translated(session.target, self._schema):
@@ -228,17 +232,17 @@ class Leadership:
                 )
         except errors.PGLockError:
             self._drop()
-            self._back_off = min(_LONGEST_BACK_OFF, max(0.1, self._back_off * 2))
-            self._next_try = self._monotonic() + self._back_off
+            self._try_later()
             raise
-        self._back_off = 0.0
-        self._next_try = self._monotonic() + self.poll
         if not row.got:
+            self._back_off = 0.0
+            # A notification that came together with the answer is not on the socket any more.
+            self._next_try = self._monotonic() + (0.0 if self._told else self.poll)
             return None
         session.held.add(self._key)
         self.term = row.term
         self._proved(started, row.now)
-        self._confirmed_at = started
+        self._elected_at = self._confirmed_at = started
         before = None
         if row.previous_term is not None:
             before = Predecessor(
@@ -263,11 +267,12 @@ class Leadership:
         try:
             rows = self._session.rows(query, parameters)
         except psycopg.Error as error:
-            raise self._lost(" ".join(str(error).split())) from None
+            raise self.lose(" ".join(str(error).split())) from None
         except BaseException:
             self._drop()
             raise
-        self._proved(started, getattr(rows[0], "now", None) if rows else None)
+        # The last row: the first may be much older than the answer.
+        self._proved(started, getattr(rows[-1], "now", None) if rows else None)
         return rows
 
     def confirm(self) -> None:
@@ -279,8 +284,23 @@ class Leadership:
         parameters = {"namespace": self.namespace, "term": self.term}
         started = self._monotonic()
         if not self.execute(_statement(_CONFIRM, self._schema), parameters):
-            raise self._lost("another term has begun")
+            raise self.lose("another term has begun")
         self._confirmed_at = started
+
+    def lose(self, reason: str) -> errors.LeadershipLost:
+        """Close the session, which frees the lock, and return the error to raise.
+
+        A term that ended as soon as it began will do so again: then the next try has to wait,
+        at most one second. Any other is followed by a try at once.
+        """
+        error = errors.LeadershipLost(self.namespace, self.term or 0, reason)
+        brief = self._monotonic() < self._elected_at + _LONGEST_BACK_OFF
+        self._drop()
+        if brief:
+            self._try_later()
+        else:
+            self._back_off = 0.0
+        return error
 
     def resign(self) -> bool:
         """Give the lock back, tell the standbys, close the session; return whether it was so.
@@ -325,8 +345,16 @@ class Leadership:
         except psycopg.Error as error:
             session.close()
             raise errors.DatabaseUnavailable(session.target, " ".join(str(error).split())) from None
+        session.connection.add_notify_handler(self._notified)
         self._session = session
         return session
+
+    def _notified(self, _: psycopg.Notify) -> None:
+        self._told = True
+
+    def _try_later(self) -> None:
+        self._back_off = min(_LONGEST_BACK_OFF, max(_SHORTEST_BACK_OFF, self._back_off * 2))
+        self._next_try = self._monotonic() + self._back_off
 
     def _proved(self, started: float, now: dt.datetime | None) -> None:
         self._proved_at = started
@@ -334,11 +362,6 @@ class Leadership:
             # Taken at the end of the round trip, the clock can only be late by it, never
             # early: an occurrence is not sent before it is due.
             self._server_time = (now, self._monotonic())
-
-    def _lost(self, reason: str) -> errors.LeadershipLost:
-        error = errors.LeadershipLost(self.namespace, self.term or 0, reason)
-        self._drop()
-        return error
 
     def _drop(self) -> None:
         self.term = None

@@ -37,6 +37,7 @@ _WAIT: Final = 3.0
 _LONGEST: Final = 60.0
 _GIVE_UP_AFTER: Final = dt.timedelta(hours=1)
 _DEFAULT_VISIBILITY: Final = 3600.0
+_ENTERED: Final = "pglock_entered"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,10 @@ class Delivery:
 
 def read(request: Context) -> Delivery:
     """Read what the request of the current call says."""
-    # A task that calls itself finds its own delivery's request, marked by the worker.
-    if request.called_directly or getattr(request, "_protected", False):
+    # A task that calls itself finds its own delivery's request: marked by the worker, or in
+    # eager mode by us, in a copy.
+    marked = getattr(request, "_protected", False) or getattr(request, _ENTERED, False)
+    if request.called_directly or marked:
         return Delivery(task_id=None, direct=True)
     headers: Mapping[str, Any] = request.headers or {}
     delivery_info = request.delivery_info or {}
@@ -132,7 +135,11 @@ def read(request: Context) -> Delivery:
 
 
 def fix(request: Context, work: claims.Work) -> None:
-    """Write job and period into the request, from which Celery makes the retries' headers."""
+    """Write job and period into the request, from which Celery makes the retries' headers.
+
+    Called when the body is about to begin, which is marked too.
+    """
+    setattr(request, _ENTERED, True)
     request.headers = {**(request.headers or {}), **_headers(work)}
 
 

@@ -21,10 +21,10 @@ from typing import Final, Protocol
 
 _MINUTE: Final = dt.timedelta(minutes=1)
 _DAY: Final = dt.timedelta(days=1)
-# 29 February comes after eight years at the latest (1896, 1904); what has not come by then
-# never will.
-_HORIZON: Final = dt.timedelta(days=366 * 9)
-_LOOK_BACK: Final = tuple(dt.timedelta(days=days) for days in (1, 40, 400, 366 * 9))
+# 29 February comes after eight years at the latest (1896, 1904), and as a Monday after forty
+# (1892, 1932); what has not come by then never will.
+_HORIZON: Final = dt.timedelta(days=366 * 41)
+_LOOK_BACK: Final = (*(dt.timedelta(days=days) for days in (1, 40, 400)), _HORIZON)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +143,8 @@ def _on_wall_clock(crontab: Crontab, day: dt.date) -> list[dt.datetime]:
 
 @functools.lru_cache(maxsize=4096)
 def _elapsed_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | None:
+    if not (crontab.minutes and crontab.hours):
+        return None  # without looking at each minute of so many years
     probe = moment.astimezone(dt.UTC).replace(second=0, microsecond=0) + _MINUTE
     last = probe + _HORIZON
     while probe <= last:

@@ -89,8 +89,8 @@ def window(
             until = since + dt.timedelta(days=7)
         case _:
             until = (since + dt.timedelta(days=31)).replace(day=1)
-    # A zone may change its offset and change it back inside one bucket (Morocco does around
-    # Ramadan), so each day is looked at, not only the two ends.
+    # A zone may change its offset and change it back inside one bucket (Egypt did in September
+    # 2010), so each day is looked at, not only the two ends.
     probe = since
     while probe < until:
         if _utcoffset(probe.astimezone(zone)) != _utcoffset(local):

@@ -44,6 +44,18 @@ on conflict (namespace, entry) do update set task = excluded.task,
  seen_at = pg_catalog.clock_timestamp()
 """
 
+# A part of the two statements after it.
+_MISSED: Final = """
+ insert into {runs} (job, period, due_at, status, task, entry, term, finished_at, reason)
+ select %(namespace)s::text || ':' || m.entry, m.period, m.due_at, 'missed', w.task, m.entry,
+  %(term)s::bigint, pg_catalog.clock_timestamp(), 'no beat was leading when it was due'
+ from rows from (pg_catalog.unnest(%(missed_entry)s::text[]),
+  pg_catalog.unnest(%(missed_due_at)s::timestamptz[]),
+  pg_catalog.unnest(%(missed_period)s::text[])) as m(entry, due_at, period)
+ join w using (entry) join c using (entry) where w.recorded
+ on conflict (job, period) do nothing
+"""
+
 _CLAIM: Final = """
 with w as materialized (
  select * from rows from (pg_catalog.unnest(%(entry)s::text[]),
@@ -67,16 +79,23 @@ with w as materialized (
   w.entry, %(term)s::bigint
  from w join c using (entry) where w.recorded
  on conflict (job, period) do nothing
-), m as (
- insert into {runs} (job, period, due_at, status, task, entry, term, finished_at, reason)
- select %(namespace)s::text || ':' || m.entry, m.period, m.due_at, 'missed', w.task, m.entry,
-  %(term)s::bigint, pg_catalog.clock_timestamp(), 'no beat was leading when it was due'
- from rows from (pg_catalog.unnest(%(missed_entry)s::text[]),
-  pg_catalog.unnest(%(missed_due_at)s::timestamptz[]),
-  pg_catalog.unnest(%(missed_period)s::text[])) as m(entry, due_at, period)
- join w using (entry) join c using (entry) where w.recorded
- on conflict (job, period) do nothing
-)
+), m as ({missed})
+select entry, pg_catalog.clock_timestamp() as now from c
+"""
+
+_MOVE_ON: Final = """
+with w as materialized (
+ select * from rows from (pg_catalog.unnest(%(entry)s::text[]), pg_catalog.unnest(%(task)s::text[]),
+  pg_catalog.unnest(%(next_due_at)s::timestamptz[]), pg_catalog.unnest(%(recorded)s::boolean[]))
+  as w(entry, task, next_due_at, recorded)
+), c as (
+ update {entries} e set next_due_at = w.next_due_at, seen_at = pg_catalog.clock_timestamp()
+ from w
+ where e.namespace = %(namespace)s::text and e.entry = w.entry
+  and exists (select from {terms} t
+   where t.namespace = %(namespace)s::text and t.term = %(term)s::bigint)
+ returning e.entry
+), m as ({missed})
 select entry, pg_catalog.clock_timestamp() as now from c
 """
 
@@ -128,6 +147,25 @@ class Registration:
     schedule: str
     anchor: dt.datetime
     next_due_at: dt.datetime | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """An entry of whose missed occurrences none is made up.
+
+    Attributes:
+        entry: the entry's name.
+        task: the task's name.
+        next_due_at: when it is due again.
+        recorded: the task keeps a row in the ledger.
+        missed: the occurrences that nobody sends any more.
+    """
+
+    entry: str
+    task: str
+    next_due_at: dt.datetime
+    recorded: bool
+    missed: tuple[dt.datetime, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,19 +242,20 @@ class ScheduleStore:
 
         It does not for an entry whose last claim is not confirmed, nor in another's term.
         """
-        missed = [(o.entry, due) for o in occurrences for due in o.missed]
         rows = self._run(
             _CLAIM,
             {
                 **_columns(occurrences, Occurrence),
+                **_missed(occurrences),
                 "period": [o.period for o in occurrences],
                 "term": term,
-                "missed_entry": [entry for entry, _ in missed],
-                "missed_due_at": [due for _, due in missed],
-                "missed_period": [periods.occurrence(due) for _, due in missed],
             },
         )
         return {row.entry for row in rows}
+
+    def pass_over(self, passed: Sequence[Passed], term: int) -> None:
+        """Record what nobody sends any more, and when these entries are due again."""
+        self._run(_MOVE_ON, {**_columns(passed, Passed), **_missed(passed), "term": term})
 
     def confirm(self, occurrences: Sequence[Occurrence]) -> None:
         """Record that the messages of these occurrences have been handed to the broker."""
@@ -242,14 +281,25 @@ def _columns(items: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
     }
 
 
+def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
+    missed = [(item.entry, due) for item in items for due in item.missed]
+    return {
+        "missed_entry": [entry for entry, _ in missed],
+        "missed_due_at": [due for _, due in missed],
+        "missed_period": [periods.occurrence(due) for _, due in missed],
+    }
+
+
 @functools.cache
 def _statement(template: str, schema_name: str) -> bytes:
+    runs = sql.Identifier(schema_name, "job_runs")
     return (
         sql.SQL(template)
         .format(
             entries=sql.Identifier(schema_name, "beat_entries"),
             terms=sql.Identifier(schema_name, "beat_terms"),
-            runs=sql.Identifier(schema_name, "job_runs"),
+            runs=runs,
+            missed=sql.SQL(_MISSED).format(runs=runs),
         )
         .as_bytes()
     )

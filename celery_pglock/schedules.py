@@ -6,15 +6,19 @@ class, ``solar`` for instance, is asked for its own estimate, from the instant i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime as dt
+import re
 from typing import Any, Final
 
 from celery import schedules as celery_schedules
 
-from celery_pglock import occurrences
+from celery_pglock import errors, occurrences
 
 _LEAST: Final = dt.timedelta(seconds=1)
+# Where an object lies in this process's memory, as a plain ``repr`` tells it.
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,9 +29,33 @@ class Estimated:
 
     def after(self, moment: dt.datetime) -> dt.datetime:
         """Return its own estimate; at least a second later, so that time goes on."""
-        estimate = self.schedule.now() + self.schedule.remaining_estimate(moment)
-        due: dt.datetime = estimate.astimezone(dt.UTC)
+        due = self._estimate(moment)
+        if due < moment + _LEAST:
+            # The same instant again: solar's own calculation is not exact to the millisecond.
+            due = self._estimate(moment + _LEAST)
         return max(due, moment + _LEAST)
+
+    def _estimate(self, moment: dt.datetime) -> dt.datetime:
+        # An estimate counts from the schedule's clock, which would go on between two looks at
+        # it: then no two beats, and no two calls, would find the same instant.
+        asked = copy.copy(self.schedule)
+        asked.nowfun = lambda: moment
+        estimate: dt.datetime = asked.now() + asked.remaining_estimate(moment)
+        return estimate.astimezone(dt.UTC)
+
+
+def check(entry: str, schedule: Any) -> None:
+    """Refuse an interval that would be due at every moment.
+
+    Raises:
+        ConfigurationError: it is zero or negative.
+    """
+    if _is_plain_interval(schedule) and not schedule.run_every > dt.timedelta(0):
+        msg = (
+            f"the schedule of entry {entry!r} in beat_schedule is every "
+            f"{schedule.run_every.total_seconds():g} s; an interval must be longer than zero"
+        )
+        raise errors.ConfigurationError(msg)
 
 
 def read(schedule: Any, zone: dt.tzinfo, anchor: dt.datetime) -> occurrences.Schedule:
@@ -66,7 +94,8 @@ def canonical(schedule: Any, zone: dt.tzinfo) -> str:
     if _is_plain_interval(schedule):
         return f"every {schedule.run_every.total_seconds():.6f} s"
     parts = getattr(schedule, "__reduce__", lambda: (None, ()))()
-    return f"{type(schedule).__module__}.{type(schedule).__qualname__} {parts[1]!r} {zone}"
+    arguments = _ADDRESS.sub("", repr(parts[1]))
+    return f"{type(schedule).__module__}.{type(schedule).__qualname__} {arguments} {zone}"
 
 
 def _is_plain_interval(schedule: Any) -> bool:

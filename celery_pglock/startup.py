@@ -8,7 +8,7 @@ does not answer) is a warning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import bootsteps
@@ -89,6 +89,37 @@ def check_beat(app: Celery) -> None:
         schema.verify(target, config.schema)
     except errors.DatabaseUnavailable as error:
         _warn_unavailable(error)
+
+
+def warn_of_shared_periods(app: Celery, entries: Mapping[str, str]) -> None:
+    """Say which schedule entries are one job, so that only one of them runs per period.
+
+    That is what a calendar rule means, but seldom what two entries of one task are for.
+
+    Args:
+        app: the application.
+        entries: entry name to task name.
+    """
+    config = settings.of(app)
+    sharing: dict[str, list[str]] = {}
+    for entry, task in sorted(entries.items()):
+        chosen = getattr(app.tasks.get(task), "_pglock_options", None)
+        if not isinstance(chosen, options.Options):
+            continue
+        by_calendar = chosen.value("once_per", config.options) not in (None, "occurrence")
+        name = chosen.given.get("lock_name", task)
+        if by_calendar and not callable(name) and not chosen.given.get("lock_by"):
+            sharing.setdefault(str(name), []).append(entry)
+    for name, sharers in sharing.items():
+        if len(sharers) > 1:
+            _log.warning(
+                "schedule entries %s share job %s and its calendar periods, so only the first of "
+                "them runs in each; tell them apart with lock_by, or give them tasks or lock "
+                'names of their own, or use once_per="occurrence"',
+                " and ".join(sharers),
+                name,
+                extra={"event": "shared_period", "job": name, "entries": sharers},
+            )
 
 
 def _warn_unavailable(error: errors.DatabaseUnavailable) -> None:

@@ -110,17 +110,27 @@ class WorkingTransaction:
     def _lock(self) -> Literal["running", "held", "looked at"] | None:
         work = self._work
         connection = self._session.connection
-        with connection.pipeline():
-            connection.execute(_BEGIN)
-            locked = connection.execute(
-                _LOCK,
-                {
-                    "run_key": work.run_key,
-                    "name_key": work.name_key,
-                    "application": work.application,
-                },
-            )
-            mine = self._ask_whose(connection)
+        try:
+            with connection.pipeline():
+                connection.execute(_BEGIN)
+                locked = connection.execute(
+                    _LOCK,
+                    {
+                        "run_key": work.run_key,
+                        "name_key": work.name_key,
+                        "application": work.application,
+                    },
+                )
+                mine = self._ask_whose(connection)
+        except psycopg.Error as error:
+            # A time limit that strikes while the pipeline is left is hidden behind psycopg's
+            # "cannot exit pipeline mode"; told as that, it would be taken for a database fault.
+            struck = error.__context__
+            while isinstance(struck, psycopg.Error):
+                struck = struck.__context__
+            if struck is not None:
+                raise struck from None
+            raise
         run, name, *_ = locked.fetchone() or (False, False)
         if not mine():
             return "running"
@@ -179,13 +189,11 @@ class WorkingTransaction:
         self._closing = True
         session = self._session
         try:
-            if self._status() != TransactionStatus.IDLE:
-                if self._savepoint.is_active:
-                    with contextlib.suppress(sa.exc.SQLAlchemyError, psycopg.Error):
-                        self._savepoint.rollback()
-                if self._status() == TransactionStatus.INERROR:
-                    # The savepoint is gone; what is left can only be rolled back.
-                    session.execute(b"rollback")
+            if self._status() != TransactionStatus.IDLE and not self._undo():
+                # The savepoint is gone; what is left can only be rolled back. (A refused
+                # commit() takes it from SQLAlchemy, and the work that is still open would
+                # be committed with the outcome.)
+                session.execute(b"rollback")
             settled = self._records.settle(
                 session,
                 self._work,
@@ -215,6 +223,16 @@ class WorkingTransaction:
                 and self._session.alive
             )
         )
+
+    def _undo(self) -> bool:
+        """Roll back to the savepoint; False when that cannot be done."""
+        if not self._savepoint.is_active:
+            return False
+        try:
+            self._savepoint.rollback()
+        except (sa.exc.SQLAlchemyError, psycopg.Error):
+            return False
+        return True
 
     def _release(self) -> None:
         if self._status() == TransactionStatus.INERROR:

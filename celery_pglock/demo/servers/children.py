@@ -87,6 +87,30 @@ def spawn(
     return _start_in_lasting_thread(start)
 
 
+def run(
+    command: Sequence[str | Path],
+    *,
+    log: Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    account: Account | None = None,
+) -> int:
+    """Run a command to its end and return its exit code; interrupted, it ends with its children.
+
+    Killed alone, initdb leaves a server behind that goes on writing into the directory.
+    """
+    process = spawn(command, log=log, cwd=cwd, env=env, account=account)
+    try:
+        return process.wait()
+    except BaseException:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        while session_members(process.pid):
+            time.sleep(0.01)
+        raise
+
+
 def as_account(account: Account | None) -> dict[str, Any]:
     """Return the arguments with which subprocess runs a command as this account."""
     if account is None:

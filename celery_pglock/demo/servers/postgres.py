@@ -213,18 +213,16 @@ class PostgresServer:
         )
 
     def _run(self, program: str, *arguments: str | Path) -> None:
-        done = subprocess.run(
+        log = self._base / f"{program}.log"
+        code = children.run(
             [self._bin / program, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
+            log=log,
             cwd=self._base,
             env=_clean_environment(),
-            check=False,
-            **children.as_account(self._account),
+            account=self._account,
         )
-        if done.returncode != 0:
-            raise children.ServerError(f"{program} failed:\n{done.stdout}{done.stderr}".rstrip())
+        if code != 0:
+            raise children.ServerError(f"{program} failed:\n{children.tail(log)}")
 
 
 def _clean_environment() -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Code as users write it: checked by mypy, never run."""
