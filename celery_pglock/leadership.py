@@ -40,7 +40,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from celery_pglock import errors, keys, schema, sessions
+from celery_pglock import connections, errors, keys, schema, sessions, tables
 
 _SHORTEST_BACK_OFF: Final = 0.1
 _LONGEST_BACK_OFF: Final = 1.0
@@ -126,7 +126,7 @@ class Leadership:
 
     def __init__(
         self,
-        target: sessions.Target,
+        target: connections.Target,
         *,
         namespace: str,
         node: str,
@@ -376,4 +376,4 @@ class Leadership:
 
 @functools.cache
 def _statement(template: str, schema_name: str) -> bytes:
-    return sql.SQL(template).format(terms=sql.Identifier(schema_name, "beat_terms")).as_bytes()
+    return sql.SQL(template).format(**tables.names(schema_name)).as_bytes()

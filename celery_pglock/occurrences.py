@@ -13,6 +13,7 @@ the gap.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import datetime as dt
 import functools
@@ -119,26 +120,30 @@ def _wall_clock_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | No
     day = moment.astimezone(crontab.zone).date() - _DAY
     last = day + _HORIZON
     while day <= last:
-        if any(due > moment for due in _on_wall_clock(crontab, day)):
+        if crontab.on_day(day) and _on_wall_clock(crontab, day)[-1:] > (moment,):
             # A gap at midnight can put the next day's first time before this day's last.
-            both = _on_wall_clock(crontab, day) + _on_wall_clock(crontab, day + _DAY)
-            return min(due for due in both if due > moment)
+            both = [_on_wall_clock(crontab, date) for date in (day, day + _DAY)]
+            return min(due for times in both for due in times[bisect.bisect(times, moment) :][:1])
         day += _DAY
     return None
 
 
-def _on_wall_clock(crontab: Crontab, day: dt.date) -> list[dt.datetime]:
+# A crontab that lists each minute has 1,440 times a day, and is asked for one after the other.
+@functools.lru_cache(maxsize=64)
+def _on_wall_clock(crontab: Crontab, day: dt.date) -> tuple[dt.datetime, ...]:
     if not crontab.on_day(day):
-        return []
+        return ()
     # fold=0 in a gap reads the time with the offset from before it, which moves it forward
     # by the length of the gap.
-    return [
-        dt.datetime(
-            day.year, day.month, day.day, hour, minute, tzinfo=crontab.zone, fold=0
-        ).astimezone(dt.UTC)
-        for hour in crontab.hours
-        for minute in crontab.minutes
-    ]
+    return tuple(
+        sorted(
+            dt.datetime(
+                day.year, day.month, day.day, hour, minute, tzinfo=crontab.zone, fold=0
+            ).astimezone(dt.UTC)
+            for hour in crontab.hours
+            for minute in crontab.minutes
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)

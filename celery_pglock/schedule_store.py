@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from psycopg import sql
 
-from celery_pglock import periods
+from celery_pglock import periods, tables
 
 _TASK_IDS: Final = uuid.uuid5(uuid.NAMESPACE_DNS, "celery-pglock.task-id.v1")
 
@@ -292,14 +292,6 @@ def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
 
 @functools.cache
 def _statement(template: str, schema_name: str) -> bytes:
-    runs = sql.Identifier(schema_name, "job_runs")
-    return (
-        sql.SQL(template)
-        .format(
-            entries=sql.Identifier(schema_name, "beat_entries"),
-            terms=sql.Identifier(schema_name, "beat_terms"),
-            runs=runs,
-            missed=sql.SQL(_MISSED).format(runs=runs),
-        )
-        .as_bytes()
-    )
+    names = tables.names(schema_name)
+    missed = sql.SQL(_MISSED).format(**names)
+    return sql.SQL(template).format(**names, missed=missed).as_bytes()

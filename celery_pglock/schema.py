@@ -17,11 +17,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import psycopg
-import sqlalchemy as sa
 from psycopg import sql
-from sqlalchemy.dialects import postgresql
 
-from celery_pglock import errors, keys, sessions
+from celery_pglock import connections, errors, keys
 
 MIGRATE_COMMAND: Final = "run: celery -A <your app> pglock migrate"
 
@@ -36,50 +34,6 @@ class Migration:
     number: int
     name: str
     text: str
-
-
-def table(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
-    """Return ``job_runs`` as an SQLAlchemy table, for Alembic users and for queries.
-
-    It mirrors the migrations; a test holds the two together.
-    """
-    moment = sa.DateTime(timezone=True)
-    return sa.Table(
-        "job_runs",
-        metadata,
-        sa.Column("job", sa.Text, nullable=False),
-        sa.Column("period", sa.Text, nullable=False),
-        sa.Column("due_at", moment),
-        sa.Column("status", sa.Text, nullable=False),
-        sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
-        sa.Column("lost_attempts", sa.Integer, nullable=False, server_default="0"),
-        sa.Column("postponements", sa.Integer, nullable=False, server_default="0"),
-        sa.Column("claim", postgresql.UUID(as_uuid=True)),
-        sa.Column("name_key", sa.BigInteger),
-        sa.Column("task", sa.Text),
-        sa.Column("task_id", sa.Text),
-        sa.Column("entry", sa.Text),
-        sa.Column("node", sa.Text),
-        sa.Column("backend_pid", sa.Integer),
-        sa.Column("term", sa.BigInteger),
-        sa.Column("sent_at", moment),
-        sa.Column("started_at", moment),
-        sa.Column("finished_at", moment),
-        sa.Column("retry_at", moment),
-        sa.Column("reason", sa.Text),
-        sa.Column("error", sa.Text),
-        sa.UniqueConstraint("job", "period", name="job_runs_job_period_key"),
-        sa.CheckConstraint(
-            "status IN ('sent', 'running', 'retrying', 'done', 'failed', 'skipped', 'missed')",
-            name="job_runs_status_check",
-        ),
-        sa.Index(
-            "job_runs_open_idx",
-            "name_key",
-            postgresql_where=sa.text("status IN ('sent', 'running', 'retrying')"),
-        ),
-        schema=schema,
-    )
 
 
 @functools.cache
@@ -123,7 +77,7 @@ def grants(schema: str = "pglock", role: str = "<role>") -> str:
     )
 
 
-def migrate(target: sessions.Target, schema: str = "pglock") -> list[str]:
+def migrate(target: connections.Target, schema: str = "pglock") -> list[str]:
     """Bring the schema up to this release and return the names of the steps applied.
 
     May be started on many machines at once: one works, the others wait for it (at most 60 s)
@@ -139,7 +93,7 @@ def migrate(target: sessions.Target, schema: str = "pglock") -> list[str]:
     with contextlib.closing(_connect(target)) as connection:
         applied: list[str] = []
         with _migration_lock(connection, schema):
-            with translated(sessions.describe_connection(connection), schema):
+            with translated(connections.describe_open(connection), schema):
                 pending = _pending(connection, schema)
             for step in pending:
                 _apply(connection, schema, step)
@@ -148,7 +102,7 @@ def migrate(target: sessions.Target, schema: str = "pglock") -> list[str]:
         return applied
 
 
-def verify(target: sessions.Target, schema: str = "pglock") -> None:
+def verify(target: connections.Target, schema: str = "pglock") -> None:
     """Check the schema from outside; see ``check``.
 
     Raises:
@@ -167,7 +121,7 @@ def check(connection: psycopg.Connection[Any], schema: str) -> None:
         SchemaError: with the command that repairs it.
         DatabaseUnavailable: the connection broke.
     """
-    with translated(sessions.describe_connection(connection), schema):
+    with translated(connections.describe_open(connection), schema):
         _check(connection, schema)
 
 
@@ -230,13 +184,13 @@ def translated(target: str, schema: str) -> Iterator[None]:
         raise errors.DatabaseUnavailable(target, " ".join(str(error).split())) from error
 
 
-def _connect(target: sessions.Target) -> psycopg.Connection[Any]:
-    connection = sessions.connect(target, application="pglock migrate", prepare_threshold=None)
+def _connect(target: connections.Target) -> psycopg.Connection[Any]:
+    connection = connections.connect(target, application="pglock migrate", prepare_threshold=None)
     row = connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone()
     if row is not None and row[0]:
-        parameters = sessions.connection_parameters(target)
+        parameters = connections.parameters(target)
         connection.close()
-        raise errors.ServerInRecovery(sessions.describe(parameters))
+        raise errors.ServerInRecovery(connections.describe(parameters))
     return connection
 
 

@@ -17,25 +17,19 @@ import contextlib
 import dataclasses
 import datetime as dt
 import os
-import re
 import select
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 import psycopg
 import sqlalchemy as sa
-from psycopg import conninfo
 from psycopg.rows import namedtuple_row
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
-from celery_pglock import errors
+from celery_pglock import connections, errors
 
 Level = Literal["session", "transaction"]
-Target = str | Callable[[], str]
-
-_DRIVER_SUFFIX: Final = re.compile(r"postgres(?:ql)?\+\w+://")
 
 # Only these two may differ between the levels. A session-level session runs nothing but our
 # own short statements, so it bounds them; and it prepares them at once, because planning the
@@ -58,107 +52,11 @@ class Plan:
             which has to show that it is alive. None: the session may idle for ever.
     """
 
-    target: Target = dataclasses.field(repr=False)  # it may hold a password
+    target: connections.Target = dataclasses.field(repr=False)  # it may hold a password
     level: Level
     application: str
     lost_after: float = 10.0
     lease: float | None = None
-
-
-def connection_parameters(target: Target) -> dict[str, Any]:
-    """Return libpq's parameters for a connection string, an SQLAlchemy URL or a function.
-
-    Raises:
-        ConfigurationError: it is none of these. The text itself is not repeated, because it
-            may hold a password.
-    """
-    text = target() if callable(target) else target
-    try:
-        parameters = _parsed(text)
-        # SQLAlchemy hands on what libpq does not know.
-        conninfo.make_conninfo(**parameters)
-    except (psycopg.Error, sa.exc.SQLAlchemyError, ValueError, TypeError, AttributeError):
-        # "from None": the original sentence quotes the text.
-        msg = (
-            "pglock_database_url is not a PostgreSQL connection string; write it like "
-            "postgresql://user@host:5432/database"
-        )
-        raise errors.ConfigurationError(msg) from None
-    if _misread(text, parameters):
-        msg = (
-            "pglock_database_url cannot be read: its host, port or database is none; in a URL the "
-            "characters @ / : ? # % of a password must be percent-encoded (@ is %40, / is %2F)"
-        )
-        raise errors.ConfigurationError(msg)
-    return parameters
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    if not text.strip():
-        # libpq would connect to whatever the environment or a default says.
-        msg = "empty"
-        raise ValueError(msg)
-    if _DRIVER_SUFFIX.match(text):
-        url = sa.make_url(text).set(drivername="postgresql+psycopg")
-        translate: Any = PGDialect_psycopg  # SQLAlchemy leaves it untyped
-        args, parameters = translate().create_connect_args(url)
-        return {**conninfo.conninfo_to_dict(*args), **parameters}
-    return conninfo.conninfo_to_dict(text)
-
-
-def _misread(text: str, parameters: Mapping[str, Any]) -> bool:
-    """Whether the end of a password was taken for a host, a port or a database.
-
-    Both parsers do that with a password that holds a bare ``@`` or ``/``, and ``describe``
-    would then show it. (A host may begin with ``@``: a socket in the abstract namespace.)
-    """
-    hosts = str(parameters.get("host") or "").split(",")
-    ports = str(parameters.get("port") or "").split(",")
-    database = str(parameters.get("dbname") or "")
-    return (
-        any("@" in host[1:] for host in hosts)
-        or any(port and not port.isdecimal() for port in ports)
-        or ("@" in database and "://" in text and database in text)
-    )
-
-
-def describe(parameters: Mapping[str, Any]) -> str:
-    """Return ``host:port/database`` for messages: nothing of user or password."""
-    host = parameters.get("host") or parameters.get("hostaddr") or "localhost"
-    port = parameters.get("port") or "5432"
-    database = parameters.get("dbname") or parameters.get("user") or "postgres"
-    return f"{host}:{port}/{database}"
-
-
-def describe_connection(connection: psycopg.Connection[Any]) -> str:
-    """Return ``host:port/database`` of an open connection."""
-    info = connection.info
-    return describe({"host": info.host, "port": info.port, "dbname": info.dbname})
-
-
-def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Connection[Any]:
-    """Open an autocommit connection with bounded waiting; for commands and migrations.
-
-    Raises:
-        ConfigurationError: the target is no connection string.
-        DatabaseUnavailable: the server cannot be reached or refuses the login.
-    """
-    given = connection_parameters(target)
-    several_hosts = "," in str(given.get("host") or "")
-    parameters = {
-        "connect_timeout": 5,
-        "keepalives": 1,
-        **({"target_session_attrs": "read-write"} if several_hosts else {}),
-        "application_name": application,
-        **given,
-        # What a lock session needs stands above what the connection string says.
-        **overrides,
-    }
-    try:
-        return psycopg.connect(autocommit=True, **parameters)
-    except psycopg.Error as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise errors.DatabaseUnavailable(describe(given), reason) from None
 
 
 class Session:
@@ -170,7 +68,7 @@ class Session:
     def __init__(self, connection: psycopg.Connection[Any], plan: Plan) -> None:
         self.connection = connection
         self.level = plan.level
-        self.target = describe_connection(connection)
+        self.target = connections.describe_open(connection)
         self.owner = os.getpid()
         self.pid = 0
         self.pooled = False
@@ -256,7 +154,7 @@ def open_session(plan: Plan) -> Session:
         TransactionPooler: ``plan.level`` is ``"session"`` and a transaction pooler is between.
     """
     client_timeout = max(1.0, plan.lost_after / 2)
-    connection = connect(
+    connection = connections.connect(
         plan.target,
         application=plan.application[:63],
         # Until a pooler is ruled out: there a named statement may meet another server process,
@@ -338,7 +236,7 @@ def _transaction_pooling(session: Session, plan: Plan) -> bool:
     very process that served us, or we are given other processes from one statement to the
     next; or none is left and the statement waits in the pooler.
     """
-    other = connect(plan.target, application=plan.application, prepare_threshold=None)
+    other = connections.connect(plan.target, application=plan.application, prepare_threshold=None)
     with contextlib.closing(other):
         other.execute("begin")
         row = other.execute("select pg_catalog.pg_backend_pid()").fetchone()

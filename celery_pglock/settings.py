@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from celery import Celery
 
-from celery_pglock import errors, keys, periods, sessions
+from celery_pglock import connections, errors, keys, periods
 
 _log = logging.getLogger("celery_pglock.settings")
 
@@ -43,7 +43,7 @@ class Settings:
         options: the defaults of the task options.
     """
 
-    database_url: sessions.Target | None = dataclasses.field(repr=False)  # may hold a password
+    database_url: connections.Target | None = dataclasses.field(repr=False)  # may hold a password
     namespace: str
     schema: str
     enabled: bool
@@ -53,7 +53,7 @@ class Settings:
     zone: dt.tzinfo
     options: Mapping[str, Any]
 
-    def target(self) -> sessions.Target:
+    def target(self) -> connections.Target:
         """Return the database to lock in.
 
         Raises:
@@ -198,7 +198,7 @@ def _load(app: Celery) -> Settings:
         msg = "pglock_database_url must be a text or a function that returns one"
         raise errors.ConfigurationError(msg)
     if isinstance(url, str):
-        sessions.connection_parameters(url)
+        connections.parameters(url)
     schema = get("schema", "pglock")
     if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema):
         msg = f"pglock_schema must be the name of a PostgreSQL schema; got {schema!r}"

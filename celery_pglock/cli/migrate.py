@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from celery_pglock import errors, schema, sessions
+from celery_pglock import connections, errors, schema, sessions
 
 
 @click.command(name="migrate")
@@ -36,7 +36,7 @@ def command(ctx: click.Context, *, sql: bool, check: bool) -> None:
     _say_pooler(target)
 
 
-def _say_pooler(target: sessions.Target) -> None:
+def _say_pooler(target: connections.Target) -> None:
     plan = sessions.Plan(target=target, level="session", application="pglock:migrate")
     try:
         session = sessions.open_session(plan)

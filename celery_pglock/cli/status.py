@@ -11,7 +11,7 @@ import click
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from celery_pglock import keys, locks, schema, sessions, settings
+from celery_pglock import connections, keys, locks, schema, settings, tables
 
 _LEADER: Final = """
 select t.node, t.term, t.elected_at, t.last_tick_at, t.resigned_at, h.pid,
@@ -60,12 +60,7 @@ def command(ctx: click.Context, *, as_json: bool) -> None:
 
 
 def _read(config: settings.Settings) -> dict[str, Any]:
-    names = {
-        "runs": sql.Identifier(config.schema, "job_runs"),
-        "terms": sql.Identifier(config.schema, "beat_terms"),
-        "entries": sql.Identifier(config.schema, "beat_entries"),
-        "held_by": locks.HELD_BY,
-    }
+    names = {**tables.names(config.schema), "held_by": locks.HELD_BY}
     parameters = {
         "namespace": config.namespace,
         "prefix": f"{config.namespace}:",
@@ -73,10 +68,10 @@ def _read(config: settings.Settings) -> dict[str, Any]:
         "application": f"pglock:standby:{config.namespace}@",
     }
     target = config.target()
-    with contextlib.closing(sessions.connect(target, application="pglock status")) as connection:
+    with contextlib.closing(connections.connect(target, application="pglock status")) as connection:
         schema.check(connection, config.schema)
         with (
-            schema.translated(sessions.describe_connection(connection), config.schema),
+            schema.translated(connections.describe_open(connection), config.schema),
             connection.cursor(row_factory=dict_row) as cursor,
         ):
 

@@ -10,17 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self
 
 from celery_pglock.demo import app as application
+from celery_pglock.demo import interruptions
 from celery_pglock.demo.servers import PostgresServer, ServerError, ValkeyServer, children
 
 Role = Literal["beat", "worker"]
 
-_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 _APP: Final = "celery_pglock.demo.app"
 # Nothing in this database is worth a disk's time: it is thrown away at the end.
 _POSTGRES: Final[dict[str, str | int]] = {"fsync": "off", "max_connections": 60}
@@ -58,9 +57,10 @@ class Actor:
 
     def start(self) -> None:
         """Start it, as a process that ends with this one."""
-        self._process = children.spawn(
-            self._command, log=self.log, cwd=self._place, env=self._environment
-        )
+        with interruptions.held_back():
+            self._process = children.spawn(
+                self._command, log=self.log, cwd=self._place, env=self._environment
+            )
 
     def terminate(self, patience: float) -> bool:
         """Ask it to stop, as a service manager does; return whether it did in time."""
@@ -118,7 +118,8 @@ class Cast:
 
     def __enter__(self) -> Self:
         try:
-            self._enter()
+            with interruptions.held_back():
+                self._enter()
         except BaseException:
             self._close()
             raise
@@ -154,7 +155,7 @@ class Cast:
 
     def _close(self) -> None:
         # It takes a second at most; interrupted once more it would leave things behind.
-        with _undisturbed():
+        with interruptions.ignored():
             self._open.close()
 
     @property
@@ -221,16 +222,6 @@ class Cast:
         for actor in self.actors:
             while children.session_members(actor.pid or -1) and time.monotonic() < deadline:
                 time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _INTERRUPTS}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _celery(*arguments: str) -> list[str]:

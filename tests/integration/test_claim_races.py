@@ -237,9 +237,9 @@ def test_a_copy_between_claim_and_locks_is_refused_and_the_period_runs(
     database: Database, lock_sessions: Sessions, max_lost: int
 ) -> None:
     wanted = work(max_lost=max_lost)
-    ours, copys = (lock_sessions.open(database.url, "transaction") for _ in range(2))
+    ours, others = (lock_sessions.open(database.url, "transaction") for _ in range(2))
     claimed = LEDGER.claim(ours, wanted, claim=uuid.uuid4())
-    copy = LEDGER.claim(copys, wanted, claim=uuid.uuid4())
+    copy = LEDGER.claim(others, wanted, claim=uuid.uuid4())
     assert isinstance(copy, claims.Refused)
     assert copy.kind == "running"
     transaction = begun(ours, wanted, claimed)
@@ -260,9 +260,9 @@ def test_control_without_grace_the_copy_takes_the_claimer_for_dead(
     assert text.count(b"interval '2 seconds'") == 2
     use_claim(monkeypatch, text.replace(b"interval '2 seconds'", b"interval '0 seconds'"))
     wanted = work(max_lost=max_lost)
-    ours, copys = (lock_sessions.open(database.url, "transaction") for _ in range(2))
+    ours, others = (lock_sessions.open(database.url, "transaction") for _ in range(2))
     claimed = LEDGER.claim(ours, wanted, claim=uuid.uuid4())
-    LEDGER.claim(copys, wanted, claim=uuid.uuid4())
+    LEDGER.claim(others, wanted, claim=uuid.uuid4())
     assert begun(ours, wanted, claimed) == "running"  # although nobody had died
     assert row(database, "status", "lost_attempts") == (status, 1)
 

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_pglock import claims, errors, ledger, locks, sessions, transactions
+from celery_pglock import claims, connections, errors, ledger, locks, sessions, transactions
 from celery_pglock.demo.servers import PostgresServer, children
 from tests.integration.workbench import Sessions, advisory_locks, terminate, work
 from tests.support.databases import Database
@@ -509,7 +509,7 @@ def test_an_unreachable_server_is_told_without_the_password(
         "postgresql://app:s3cret@127.0.0.1/app?no_such_option=1",
         "postgresql+psycopg://app:s3cret@127.0.0.1:port/app",
         "postgresql+psycopg://app:s3cret@127.0.0.1/app?no_such_option=1",
-        "host=127.0.0.1 pasword=s3cret",
+        "host=127.0.0.1 no_such_word=s3cret",
         "mysql://app:s3cret@127.0.0.1/app",
         "s3cret",
         "",
@@ -532,7 +532,7 @@ def test_a_server_that_does_not_answer_is_given_up(lock_sessions: Sessions) -> N
         assert time.monotonic() - started < 6
 
 
-def spellings(database: Database) -> dict[str, sessions.Target]:
+def spellings(database: Database) -> dict[str, connections.Target]:
     parts = urlsplit(database.url)
     user, host, port = parts.username, parts.hostname, parts.port or 5432
     dead = children.free_port()

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from celery_pglock import claims, keys, sessions
+from celery_pglock import claims, connections, keys, sessions
 from tests.support.databases import Database
 from tests.support.processes import eventually
 
@@ -31,7 +31,7 @@ def work(
     )
 
 
-def plan(url: sessions.Target, level: sessions.Level = "session", **more: Any) -> sessions.Plan:
+def plan(url: connections.Target, level: sessions.Level = "session", **more: Any) -> sessions.Plan:
     return sessions.Plan(
         target=url, level=level, **{"application": "pglock:idle@w1:1", "lost_after": 10.0, **more}
     )
@@ -45,14 +45,14 @@ class Sessions:
         self._stacks: list[sessions.Stack] = []
 
     def open(
-        self, url: sessions.Target, level: sessions.Level = "session", **more: Any
+        self, url: connections.Target, level: sessions.Level = "session", **more: Any
     ) -> sessions.Session:
         session = sessions.open_session(plan(url, level, **more))
         self._opened.append(session)
         return session
 
     def stack(
-        self, url: sessions.Target, level: sessions.Level = "session", **more: Any
+        self, url: connections.Target, level: sessions.Level = "session", **more: Any
     ) -> sessions.Stack:
         stack = sessions.Stack(plan(url, level, **more))
         self._stacks.append(stack)

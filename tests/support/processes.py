@@ -166,7 +166,15 @@ class Processes:
         words = [str(word) for word in command]
         number = len(self._started) + 1
         output_file = self._directory / f"{number:02}-{name or Path(words[0]).name}.log"
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        # A prefork worker that is killed leaves directories behind; they go with the test's own.
+        temporary = self._directory / "tmp"
+        temporary.mkdir(exist_ok=True)
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(temporary),
+            **(env or {}),
+        }
         process = Process(words, output_file, environment, cwd, account)
         self._started.append(process)
         return process

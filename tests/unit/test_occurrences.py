@@ -267,7 +267,7 @@ def around_changes(
 def test_between_finds_what_a_search_over_all_minutes_finds(
     case: tuple[occurrences.Crontab, dt.datetime, dt.datetime, dt.datetime],
 ) -> None:
-    schedule, change, since, until = case
+    schedule, _, since, until = case
     assert list(occurrences.between(schedule, since, until)) == by_force(*case)
 
 
@@ -290,8 +290,8 @@ def test_the_newest_are_the_tail_of_all(
     case: tuple[occurrences.Crontab, dt.datetime, dt.datetime, dt.datetime], count: int
 ) -> None:
     schedule, _, since, until = case
-    since -= DAY * 100
-    everything = list(itertools.islice(occurrences.between(schedule, since, until), 200_000))
+    since -= DAY * 2
+    everything = list(occurrences.between(schedule, since, until))
     expected = everything[-count:] if count else []
     assert occurrences.newest(schedule, since, until, count) == expected
 
@@ -407,7 +407,7 @@ def test_an_interval_does_not_drift(every: dt.timedelta, count: int, late: dt.ti
 # --- Celery's own chain ---------------------------------------------------------------------
 
 
-def by_celery(schedule: celery_crontab, since: dt.datetime, until: dt.datetime) -> set[dt.datetime]:
+def by_celery(schedule: Any, since: dt.datetime, until: dt.datetime) -> set[dt.datetime]:
     found = set()
     last = since
     while last <= until:
@@ -439,7 +439,7 @@ def test_a_year_agrees_with_celery_but_for_the_days_of_a_change(
     zone: str, fields: dict[str, str]
 ) -> None:
     tz = ZoneInfo(zone)
-    schedule = celery_crontab(**fields)
+    schedule: Any = celery_crontab(**fields)  # the stubs leave its sets out
     schedule.tz = tz
     since, until = utc("2025-12-31T12:00"), utc("2026-12-31T12:00")
     changed = changes(zone) if zone in YEARS else []

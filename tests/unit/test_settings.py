@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from celery import Celery
 
-from celery_pglock import errors, sessions, settings
+from celery_pglock import connections, errors, sessions, settings
 
 SECRET = "tops3cret"
 URL = f"postgresql://app:{SECRET}@db.example:5433/proj"
@@ -308,8 +308,8 @@ UNREADABLE = [
 @pytest.mark.parametrize("url", READABLE)
 def test_a_database_can_be_named_in_many_ways(url: str) -> None:
     assert settings.of(app_with(pglock_database_url=url)).target() == url
-    parameters = sessions.connection_parameters(url)
-    assert sessions.describe(parameters) == "db.example:5433/proj"
+    parameters = connections.parameters(url)
+    assert connections.describe(parameters) == "db.example:5433/proj"
     assert str(parameters["password"]).startswith(SECRET)
 
 
@@ -321,7 +321,7 @@ def test_no_description_and_no_repr_of_a_database_holds_the_password(url: str) -
         repr(read),
         str(read),
         repr(plan),
-        sessions.describe(sessions.connection_parameters(url)),
+        connections.describe(connections.parameters(url)),
     ]
     assert not [text for text in shown if SECRET in text]
 
@@ -339,7 +339,7 @@ def test_what_is_no_connection_string_is_refused_without_repeating_it(url: str) 
 def test_a_function_that_returns_no_connection_string_gets_the_same_sentence(url: str) -> None:
     read = settings.of(app_with(pglock_database_url=lambda: url))
     with pytest.raises(errors.ConfigurationError) as caught:
-        sessions.connection_parameters(read.target())
+        connections.parameters(read.target())
     assert "pglock_database_url" in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -349,7 +349,7 @@ def test_a_function_is_asked_anew_for_each_connection() -> None:
     target = settings.of(
         app_with(pglock_database_url=lambda: f"host=h password={next(tokens)}")
     ).target()
-    passwords = [sessions.connection_parameters(target)["password"] for _ in range(2)]
+    passwords = [connections.parameters(target)["password"] for _ in range(2)]
     assert passwords == ["one", "two"]
 
 
@@ -361,17 +361,17 @@ def test_a_database_that_is_no_text_is_refused(value: object) -> None:
 
 
 def test_several_hosts_and_a_socket_are_described_too() -> None:
-    several = sessions.connection_parameters("postgresql://app@a:5432,b:5433/proj")
-    assert sessions.describe(several) == "a,b:5432,5433/proj"
-    socket = sessions.connection_parameters("host=@pg dbname=a@b")
-    assert sessions.describe(socket) == "@pg:5432/a@b"
+    several = connections.parameters("postgresql://app@a:5432,b:5433/proj")
+    assert connections.describe(several) == "a,b:5432,5433/proj"
+    socket = connections.parameters("host=@pg dbname=a@b")
+    assert connections.describe(socket) == "@pg:5432/a@b"
 
 
 @pytest.mark.parametrize("url", [URL.replace("db.example:5433", "127.0.0.1:1"),
                                  f"host=127.0.0.1 port=1 user=app password={SECRET}"])  # fmt: skip
 def test_a_server_that_does_not_answer_is_named_without_the_password(url: str) -> None:
     with pytest.raises(errors.DatabaseUnavailable) as caught:
-        sessions.connect(url, application="test")
+        connections.connect(url, application="test")
     told = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
     assert "cannot use PostgreSQL at 127.0.0.1:1/" in str(caught.value)
     assert SECRET not in told
