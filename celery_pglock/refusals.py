@@ -78,6 +78,8 @@ def reason(work: claims.Work, refused: claims.Refused) -> str:
     row = refused.before
     if row is None:
         return "this period is being run"
+    # At transaction level there is none to name: a pooler may change it.
+    backend = "" if row.backend_pid is None else f", backend {row.backend_pid}"
     match refused.kind:
         case "closed" if row.status == "done":
             return (
@@ -88,7 +90,7 @@ def reason(work: claims.Work, refused: claims.Refused) -> str:
         case _ if row.status == "running":
             return (
                 f"this period is being run (task {row.task_id} on {row.node}, attempt "
-                f"{row.attempts}, since {_moment(row.started_at)}, backend {row.backend_pid})"
+                f"{row.attempts}, since {_moment(row.started_at)}{backend})"
             )
         case _:
             return "this period is being run"
