@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from celery_pglock.beat import LeaderScheduler
+from celery_pglock.beat_events import (
+    leadership_gained,
+    leadership_lost,
+    occurrence_missed,
+    occurrence_sent,
+)
 from celery_pglock.errors import (
     ConfigurationError,
     CrashRetriesExhausted,
@@ -20,11 +26,7 @@ from celery_pglock.errors import (
     TransactionPooler,
 )
 from celery_pglock.events import (
-    leadership_gained,
-    leadership_lost,
     lock_lost,
-    occurrence_missed,
-    occurrence_sent,
     run_finished,
     run_postponed,
     run_skipped,

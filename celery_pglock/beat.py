@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from celery_pglock import (
     agenda,
+    beat_events,
     dispatch,
     errors,
-    events,
     leadership,
     options,
     publishing,
@@ -155,7 +155,7 @@ class LeaderScheduler(celery.beat.Scheduler):
             if self._leadership is not None:
                 term = self._leadership.term
                 if term is not None:
-                    events.resigned(self._leadership, term)
+                    beat_events.resigned(self._leadership, term)
                 self._leadership.resign()
             if self.__dict__.get("_publisher"):
                 self._publisher.forget()
@@ -189,10 +189,10 @@ class LeaderScheduler(celery.beat.Scheduler):
         if elected is None:
             if not self._standing:
                 self._standing = True
-                events.standing_by(candidate)
+                beat_events.standing_by(candidate)
             return 0.0
         self._standing = False
-        events.gained(candidate, elected)
+        beat_events.gained(candidate, elected)
         try:
             self._take_over(candidate, elected)
         except errors.LeadershipLost as lost:
@@ -203,14 +203,14 @@ class LeaderScheduler(celery.beat.Scheduler):
         # It tries once a second; said again after 1, 2, 4 s, and then once a minute.
         now = time.monotonic()
         if str(error) != self._complaint or now >= self._complain_at:
-            events.unusable(error)
+            beat_events.unusable(error)
             self._complaint = str(error)
             self._complain_every = min(60.0, max(1.0, self._complain_every * 2))
             self._complain_at = now + self._complain_every
 
     def _depose(self, candidate: leadership.Leadership, term: int, reason: str) -> None:
         self._agenda.clear()
-        events.deposed(candidate, term, reason)
+        beat_events.deposed(candidate, term, reason)
 
     def _take_over(self, candidate: leadership.Leadership, elected: leadership.Elected) -> None:
         """Plan all entries, send what was claimed before.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from celery_pglock import agenda, events, leadership, publishing, schedule_store
+from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store
 
 _CHUNK: Final = 500
 _CONFIRM_EVERY: Final = 100
@@ -93,14 +93,14 @@ class Dispatcher:
             raise candidate.lose("its entries were changed by somebody else")
         for occurrence in due:
             if occurrence.missed:
-                events.missed(occurrence)
+                beat_events.missed(occurrence)
 
     def _pass_over(self) -> None:
         passed, self._agenda.passed_over = self._agenda.passed_over, []
         if passed:
             self._store.pass_over(passed, self._candidate.term or 0)
             for entry in passed:
-                events.missed(entry)
+                beat_events.missed(entry)
 
     def _ready(self) -> list[schedule_store.Occurrence]:
         now = time.monotonic()
@@ -151,7 +151,7 @@ class Dispatcher:
             for name in (_BROKER, occurrence.entry):
                 self._back_off.pop(name, None)
                 self._held_back.pop(name, None)
-            events.sent(occurrence)
+            beat_events.sent(occurrence)
 
     def _put_off(self, occurrence: schedule_store.Occurrence, failure: BaseException) -> bool:
         """Keep an occurrence for later; return whether the broker is at fault, for all."""
@@ -166,7 +166,7 @@ class Dispatcher:
             self._broken_until = time.monotonic() + again_in
         else:
             self._held_back[name] = time.monotonic() + again_in
-        events.not_sent(occurrence, f"{type(failure).__name__}: {failure}", again_in)
+        beat_events.not_sent(occurrence, f"{type(failure).__name__}: {failure}", again_in)
         return broken
 
     def _rest(self, at_most: float) -> float:
