@@ -94,15 +94,23 @@ def _package(name: str) -> Path | None:
     return Path(spec.origin).resolve().parent if spec and spec.origin else None
 
 
+_DEEPEST = 60
+
+
 def place_for(*, others: bool) -> Path:
     """Return a directory for temporary files, one that other accounts can reach if `others`.
 
     A private TMPDIR, below root's home for instance, is closed to the account that the server
-    runs as.
+    runs as; and a deep one is too long for a unix socket's name, which has 107 bytes.
     """
     own = Path(tempfile.gettempdir())
     public = [own, Path("/tmp"), Path("/var/tmp")]  # noqa: S108 - mkdtemp makes what is put there
-    return next((path for path in public if _open_to_others(path)), own) if others else own
+    fit = (
+        path
+        for path in public
+        if len(os.fsencode(path)) <= _DEEPEST and (not others or _open_to_others(path))
+    )
+    return next(fit, own)
 
 
 def _open_to_others(program: Path) -> bool:
