@@ -10,7 +10,7 @@
 PYTHON ?= python3
 ARGS ?=
 # Most tests wait for other processes. A file stays in one worker: its tests share what they start.
-WORKERS ?= 3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -72,15 +72,17 @@ where namespace = %(namespace)s::text and term = %(term)s::bigint
 returning pg_catalog.clock_timestamp() as now
 """
 
+# Committed before the lock is given back: a standby that wins it in the same instant reads the
+# row from a snapshot that is older than its lock, and would call the leader vanished.
+_RESIGN: Final = """
+update {terms} set resigned_at = pg_catalog.clock_timestamp(),
+ last_tick_at = pg_catalog.clock_timestamp()
+where namespace = %(namespace)s::text and term = %(term)s::bigint
+"""
 # The unlock stands before the NOTIFY: the other way round the standbys wake too early, find
 # the lock taken and sleep for another poll.
-_RESIGN: Final = """
-with r as (
- update {terms} set resigned_at = pg_catalog.clock_timestamp(),
-  last_tick_at = pg_catalog.clock_timestamp()
- where namespace = %(namespace)s::text and term = %(term)s::bigint returning 1
-), n as materialized (select pg_catalog.count(*) as n from r
-), u as materialized (select pg_catalog.pg_advisory_unlock(%(key)s::bigint) as freed from n)
+_GIVE_UP: Final = b"""
+with u as materialized (select pg_catalog.pg_advisory_unlock(%(key)s::bigint) as freed)
 select u.freed, pg_catalog.pg_notify(%(channel)s::text, '') from u
 """
 
@@ -311,15 +313,11 @@ class Leadership:
         freed = False
         if self.term is not None and self.idle and self._session is not None:
             try:
-                row = self._session.execute(
+                self._session.execute(
                     _statement(_RESIGN, self._schema),
-                    {
-                        "namespace": self.namespace,
-                        "term": self.term,
-                        "key": self._key,
-                        "channel": self._channel,
-                    },
+                    {"namespace": self.namespace, "term": self.term},
                 )
+                row = self._session.execute(_GIVE_UP, {"key": self._key, "channel": self._channel})
                 freed = bool(row.freed)
             except psycopg.Error:
                 freed = False

@@ -130,19 +130,17 @@ def test_who_does_not_hold_a_lock_does_not_give_it_back(
     before = len(postgres_server.log())
     with bench.held(key) as holder:
         locks = bench.locks()
-        for number in (1, 2):
-            bench.send("job", key)
-            bench.wait_for_notes(
+        for _ in range(2):
+            refused = bench.send("job", key)
+            (skip,) = bench.wait_for_notes(
                 "signal",
                 name="run_skipped",
                 kind="held",
-                count=number,
-                job=f"{NAMESPACE}:job",
+                task_id=refused.id,
                 timeout=PATIENCE,
             )
+            assert holder.id in skip.detail["reason"]
             assert bench.locks() == locks
-        reasons = [note.detail["reason"] for note in bench.skips()[-2:]]
-        assert all(holder.id in reason for reason in reasons)
     assert len(bench.notes("start", key=key)) == 1
     assert not bench.locks()
     assert "you don't own a lock" not in postgres_server.log()[before:]
