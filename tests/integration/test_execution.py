@@ -548,9 +548,8 @@ def strike_and_look(subject: Subject, strike: Callable[[], Any]) -> bool:
         # Without a row nothing can tell whether a COMMIT that was struck has taken place.
         assert subject.mode.name == "transaction, name lock only"
         struck = True
-    if subject.mode.has_rows:
-        if not struck:
-            subject.expect("done")
+    if subject.mode.has_rows and not struck:
+        subject.expect("done")
     eventually(lambda: not advisory_locks(subject.database), 2.0, "no lock is left")
 
     def run_again() -> Any:
