@@ -88,6 +88,7 @@ def test_beats_start_before_their_database_does(
 ) -> None:
     """C05 (a): they warn, stay, and lead when the server is there."""
     stage = make_stage({"one": 1.0}, url=lasting_postgres.url("postgres"))
+    stage.worker()
     lasting_postgres.stop()
     beat = stage.beat()
     beat.wait_for_line("starting although cannot use PostgreSQL at 127.0.0.1")
@@ -95,7 +96,6 @@ def test_beats_start_before_their_database_does(
     assert "Sending due task" not in beat.output()
     lasting_postgres.start()
     beat.wait_for_line("leadership gained: ")
-    stage.worker()
     stage.wait_for_runs(2)
     _end(stage, [beat])
 

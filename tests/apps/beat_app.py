@@ -36,9 +36,17 @@ if bad := os.environ.get("APP_UNSENDABLE"):
     }
 
 
-@app.task(base=LockedTask, lock_name=lambda _, request: request.headers["pglock_job"])
+@app.task(
+    base=LockedTask,
+    lock_name=lambda _, request: request.headers["pglock_job"],
+    lock_conflict="postpone",
+)
 def job(**_: object) -> None:
-    """Leave a row. Each entry has a lock name of its own, so that none waits for another."""
+    """Leave a row. Each entry has a lock name of its own, so that none waits for another.
+
+    Occurrences that pile up while no worker is there come all at once; they are to run one
+    after the other here, and not to be skipped as overlaps: what was sent is counted by them.
+    """
     run = current_run()
     with psycopg.connect(os.environ["APP_DATABASE_URL"], autocommit=True) as connection:
         connection.execute(
