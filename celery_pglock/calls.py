@@ -11,6 +11,7 @@ import dataclasses
 import datetime as dt
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,7 @@ from celery_pglock import (
     ledger,
     locks,
     messages,
+    monitor,
     options,
     outcomes,
     periods,
@@ -65,6 +67,7 @@ class Call:
     kwargs: dict[str, Any]
     body: Callable[[], Any]
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
+    _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def make(self) -> Any:
         """Run the body if the call may run; return its value or what stands for a skip.
@@ -165,15 +168,22 @@ class Call:
             answer = executor.execute(work, body, patience=patience, window=window)
         except BaseException as error:
             if isinstance(error, errors.LockLost):
-                events.lost(self.task, error)
+                self._lost(None, error)
             for run in self._entered:
                 events.finished(self.task, run, outcomes.verdict(error).status, error)
             raise
         if isinstance(answer, execution.Ran):
             if answer.lost is not None:
-                events.lost(self.task, answer.lost)
+                self._lost(answer.run, answer.lost)
             events.finished(self.task, answer.run, "lost" if answer.lost else "done")
         return answer
+
+    def _lost(
+        self, run: runs.Run | None, error: errors.LockLost, loss: monitor.Loss | None = None
+    ) -> None:
+        """Tell of a loss once, whoever notices it first: the monitor's thread or the end."""
+        if self._told_loss.acquire(blocking=False):
+            events.lost(self.task, error, run or next(iter(self._entered), None), loss)
 
     def _patience(
         self, delivery: messages.Delivery, work: claims.Work, refused: claims.Refused
@@ -277,7 +287,9 @@ class Call:
             records=records,
             classify=outcomes.verdict,
             started=lambda run: events.started(self.task, run),
+            lost=self._lost,
             tolerate_loss=self._option("lock_lost") == "warn",
+            interrupt=self._option("lock_lost") == "raise",
         )
 
     def _identifier(self, executor: execution.Executor, work: claims.Work) -> identity.Identifier:

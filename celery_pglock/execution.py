@@ -18,7 +18,17 @@ from typing import Final, Generic, TypeVar
 import psycopg
 import sqlalchemy as sa
 
-from celery_pglock import claims, errors, runs, schema, sessions, settling, transactions
+from celery_pglock import (
+    claims,
+    errors,
+    interruptions,
+    monitor,
+    runs,
+    schema,
+    sessions,
+    settling,
+    transactions,
+)
 
 T = TypeVar("T")
 
@@ -78,14 +88,20 @@ class Executor:
         records: the ledger, or what stands for it when only the name lock is wanted.
         classify: what a body's exception means.
         started: called under the locks, before the body; must not raise.
-        tolerate_loss: a lock that was lost without anybody noticing is no error of the run.
+        lost: called when a hold is lost, on whatever thread notices, while the body may still
+            be working; exceptions are contained.
+        tolerate_loss: a lost lock is no error of the run: it is told, and the outcome is
+            recorded if nobody has taken the period over.
+        interrupt: a lost lock ends a body that works in the main thread, with ``LockLost``.
     """
 
     stack: sessions.Stack
     records: transactions.Records
     classify: Callable[[BaseException], claims.Verdict]
     started: Callable[[runs.Run], None] = lambda _: None
+    lost: Callable[[runs.Run, errors.LockLost, monitor.Loss], None] = lambda *_: None
     tolerate_loss: bool = False
+    interrupt: bool = False
 
     def execute(
         self,
@@ -197,6 +213,8 @@ class Executor:
         claimed: claims.Claimed,
         body: Callable[[runs.Run], T],
     ) -> Ran[T]:
+        interruption = interruptions.Interruption()
+        hold = monitor.Hold(session, lambda loss: self._tell_loss(run, interruption, loss))
         run = runs.Run(
             name=work.name,
             key=work.name_key,
@@ -207,26 +225,38 @@ class Executor:
             attempt=claimed.attempt,
             term=work.term,
             lost_attempts=claimed.lost_attempts,
-            _held=lambda: session.alive,
-            _prove=lambda: _prove(session),
+            _held=lambda: hold.held,
+            _prove=lambda: _reason(hold.check()),
         )
         try:
-            with runs.entered(run):
+            hold.begin()
+            with interruption, runs.entered(run):
                 self.started(run)
                 value = body(run)
         except BaseException as error:
-            self._settle_failure(loan, session, work, claimed.claim, self.classify(error))
+            self._settle_failure(loan, hold, work, claimed.claim, self.classify(error))
             raise
-        lost = self._settle_success(loan, session, work, claimed.claim)
+        lost = self._settle_success(loan, hold, work, claimed.claim)
         return Ran(value, run, lost)
 
+    def _tell_loss(
+        self, run: runs.Run, interruption: interruptions.Interruption, loss: monitor.Loss
+    ) -> None:
+        lost = errors.LockLost(run.job, run.period, loss.reason)
+        if self.interrupt:
+            interruption.strike(lost)
+        self.lost(run, lost, loss)
+
     def _settle_success(
-        self, loan: _Loan, session: sessions.Session, work: claims.Work, claim: uuid.UUID
+        self, loan: _Loan, hold: monitor.Hold, work: claims.Work, claim: uuid.UUID
     ) -> errors.LockLost | None:
+        session = hold.session
         try:
             try:
-                settled = self.records.settle(session, work, claim, "done")
-                settled = settled or self._is_done(session, work, claim)
+                settled = hold.release() is None and (
+                    self.records.settle(session, work, claim, "done")
+                    or self._is_done(session, work, claim)
+                )
             except (psycopg.Error, errors.LockLost) as error:
                 settled = self._settlement.outcome(
                     work, claim, claims.Verdict(status="done"), error
@@ -235,11 +265,13 @@ class Executor:
                 # A time limit or a stop that struck after the body had ended: what is done is
                 # recorded before anything else.
                 session.close()
-                if not self._settlement.outcome(
+                if hold.loss is not None or not self._settlement.outcome(
                     work, claim, claims.Verdict(status="done"), interruption
                 ):
                     raise
                 settled = True
+            if hold.loss is not None:
+                return self._settle_loss(session, hold.loss, work, claim)
         except BaseException:
             loan.close()
             raise
@@ -258,6 +290,25 @@ class Executor:
             raise lost
         return lost
 
+    def _settle_loss(
+        self,
+        session: sessions.Session,
+        loss: monitor.Loss,
+        work: claims.Work,
+        claim: uuid.UUID,
+    ) -> errors.LockLost | None:
+        """End a run that returned although its lock is known to be lost: never as done.
+
+        Where a loss is tolerated the fence decides, as it does when nobody has noticed.
+        """
+        session.close()
+        lost = errors.LockLost(work.job, work.period, loss.reason)
+        if self.tolerate_loss:
+            done = claims.Verdict(status="done")
+            return None if self._settlement.outcome(work, claim, done, lost) else lost
+        self._settlement.failure(work, claim, _lost_lock(lost), lost)
+        raise lost
+
     def _is_done(self, session: sessions.Session, work: claims.Work, claim: uuid.UUID) -> bool:
         return (
             not session.connection.closed
@@ -267,13 +318,19 @@ class Executor:
     def _settle_failure(
         self,
         loan: _Loan,
-        session: sessions.Session,
+        hold: monitor.Hold,
         work: claims.Work,
         claim: uuid.UUID,
         verdict: claims.Verdict,
     ) -> None:
         """Record a body's exception; whatever goes wrong here must not hide that exception."""
+        session = hold.session
         try:
+            if (loss := hold.release()) is not None:
+                lost = errors.LockLost(work.job, work.period, loss.reason)
+                if verdict.status == "done" and not self.tolerate_loss:
+                    verdict = _lost_lock(lost)
+                raise lost  # noqa: TRY301 - to where a session that broke in settling goes
             self.records.settle(
                 session,
                 work,
@@ -307,6 +364,8 @@ class Executor:
                 # no longer when it was this period, and waits again when it was another.
                 self.records.give_back(session, work, claimed.claim, "lock taken before start")
                 return claims.Refused(refusal, self.records.read(session, work))
+        interruption = interruptions.Interruption()
+        hold = monitor.Hold(session, lambda loss: self._tell_loss(run, interruption, loss))
         run = runs.Run(
             name=work.name,
             key=work.name_key,
@@ -318,20 +377,25 @@ class Executor:
             term=work.term,
             lost_attempts=claimed.lost_attempts,
             _connection=transaction.connection,
-            _held=lambda: transaction.open,
-            _prove=lambda: None if transaction.open else "its transaction has ended",
+            _held=lambda: hold.held and transaction.open,
+            _prove=lambda: (
+                _reason(hold.loss) or (None if transaction.open else "its transaction has ended")
+            ),
         )
         try:
-            with runs.entered(run):
+            hold.begin()
+            with interruption, runs.entered(run):
                 self.started(run)
                 value = body(run)
         except BaseException as error:
+            hold.release()
             verdict = self.classify(error)
             if verdict.keep:
                 self._commit(loan, transaction, work, claimed.claim)
             else:
                 self._abandon(loan, transaction, work, claimed.claim, verdict)
             raise
+        hold.release()
         self._commit(loan, transaction, work, claimed.claim)
         return Ran(value, run)
 
@@ -351,10 +415,9 @@ class Executor:
         except (psycopg.Error, sa.exc.DBAPIError) as error:
             if transaction.commit_sent and self._settlement.was_committed(work, claim, error):
                 return
-            lost = errors.LockLost(work.job, work.period, "its session was ended by the server")
+            lost = errors.LockLost(work.job, work.period, monitor.ENDED)
             if not transaction.commit_sent:
-                verdict = claims.Verdict(status="failed", reason="lock lost", error=str(lost))
-                self._settlement.failure(work, claim, verdict, error)
+                self._settlement.failure(work, claim, _lost_lock(lost), error)
             raise lost from error
         except BaseException as interruption:
             if transaction.commit_sent and self._settlement.was_committed(
@@ -388,12 +451,9 @@ class Executor:
             raise
 
 
-def _prove(session: sessions.Session) -> str | None:
-    """Ask the server whether the session still is the one that took the locks."""
-    if not session.alive:
-        return "its session was ended by the server"
-    try:
-        answer = session.execute(b"select pg_catalog.pg_backend_pid() as pid")
-    except psycopg.Error as error:
-        return " ".join(str(error).split())
-    return None if answer.pid == session.pid else "its session was replaced by another"
+def _reason(loss: monitor.Loss | None) -> str | None:
+    return None if loss is None else loss.reason
+
+
+def _lost_lock(lost: errors.LockLost) -> claims.Verdict:
+    return claims.Verdict(status="failed", reason="lock lost", error=str(lost))

@@ -68,8 +68,8 @@ class Run:
     def held(self) -> bool:
         """Whether the locks are held, as far as is known without a query.
 
-        False once the server has ended the session; a broken network is not seen here, only
-        by ``check()``.
+        False within milliseconds once the server has ended the session, and, at session
+        level, when it has not been heard of for ``pglock_lost_after``.
         """
         return self._held()
 

@@ -18,13 +18,17 @@ import dataclasses
 import datetime as dt
 import os
 import select
+import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import psycopg
 import sqlalchemy as sa
+from psycopg import generators
+from psycopg.pq import ExecStatus
 from psycopg.rows import namedtuple_row
 
 from celery_pglock import connections, errors
@@ -37,6 +41,7 @@ Level = Literal["session", "transaction"]
 # the role's own time-out, and may stand behind a pooler, where named statements collide.
 _STATEMENT_TIMEOUT: Final = "15s"
 _PREPARE_THRESHOLD: Final[dict[Level, int | None]] = {"session": 0, "transaction": None}
+_WHO: Final = b"select pg_catalog.pg_backend_pid()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,12 @@ class Plan:
 class Session:
     """One server session that holds the locks of at most one run.
 
-    Not safe for two threads at once, except ``close()`` and ``alive``.
+    Not safe for two threads at once, except ``close()``, ``alive`` and ``sever()``.
+
+    Attributes:
+        proven: when the last statement that was answered had been *sent* (monotonic): up to
+            then the session has lived for certain.
+        on_close: called once when the session is closed, before its connection is.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], plan: Plan) -> None:
@@ -72,6 +82,11 @@ class Session:
         self.owner = os.getpid()
         self.pid = 0
         self.pooled = False
+        self.lost_after = plan.lost_after
+        self.proven = time.monotonic()
+        self.on_close: Callable[[], object] | None = None
+        self._asked: float | None = None
+        self._closing = threading.Lock()
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
         self.held: set[int] = set()
@@ -123,12 +138,52 @@ class Session:
                 interrupted looks usable and is not, and its locks must not outlive the run.
         """
         try:
+            if self._asked is not None:
+                # A proof is on its way and nobody else will read its answer.
+                for answer in self.connection.wait(generators.fetch_many(self.connection.pgconn)):
+                    self._take(answer)
+                self._asked = None
+            started = time.monotonic()
             with self.connection.cursor(row_factory=namedtuple_row) as cursor:
                 cursor.execute(query, parameters)
-                return cursor.fetchall() if cursor.description else []
+                rows = cursor.fetchall() if cursor.description else []
         except BaseException:
             self.close()
             raise
+        self.proven = started
+        return rows
+
+    def ask(self) -> None:
+        """Send a short query and do not wait; ``answered`` or the next statement reads on.
+
+        Raises:
+            psycopg.Error: the connection is broken.
+        """
+        self._asked = time.monotonic()
+        # psycopg has made the connection a non-blocking one.
+        self.connection.pgconn.send_query(_WHO)
+        self.connection.pgconn.flush()
+
+    def answered(self) -> bool:
+        """Read what has come of the answer to ``ask``; return whether that is all of it.
+
+        Raises:
+            psycopg.Error: the session has ended, or another one answers.
+        """
+        libpq = self.connection.pgconn
+        libpq.consume_input()
+        while not libpq.is_busy():
+            answer = libpq.get_result()
+            if answer is None:
+                self.proven, self._asked = self._asked or self.proven, None
+                return True
+            self._take(answer)
+        return False
+
+    def _take(self, answer: Any) -> None:
+        if answer.status != ExecStatus.TUPLES_OK or int(answer.get_value(0, 0) or 0) != self.pid:
+            msg = "its session was ended by the server"
+            raise psycopg.OperationalError(msg)
 
     def close(self) -> None:
         """Close the session, which frees all its locks; never raises, may be called twice."""
@@ -138,10 +193,21 @@ class Session:
             # An inherited copy: Terminate would end the parent's session.
             _blind(self.connection)
             return
+        told, self.on_close = self.on_close, None
+        if told is not None:
+            told()
         # Exception and not psycopg.Error: whatever a broken connection raises while it is
         # being given up, there is nothing left to do for it.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), self._closing:
             self.connection.close()
+
+    def sever(self) -> None:
+        """Break the socket, so that a thread which waits for an answer waits no longer."""
+        with contextlib.suppress(OSError, psycopg.Error), self._closing:
+            if not self.connection.closed:
+                # A descriptor that was closed may be another file's by now: hence the lock.
+                with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
 
 
 def open_session(plan: Plan) -> Session:

@@ -29,6 +29,7 @@ from celery_pglock import (
     execution,
     ledger,
     locks,
+    monitor,
     runs,
     schema,
     sessions,
@@ -260,11 +261,26 @@ def test_a_lost_session_is_seen_and_told_by_check(subject: Subject) -> None:
 
 
 @every_mode
-def test_a_lost_session_that_nobody_took_over(subject: Subject) -> None:
-    """At session level the fence still lets the outcome in; a transaction is gone."""
-
+def test_a_run_whose_lock_is_known_to_be_lost_is_not_done(subject: Subject) -> None:
     def body(run: runs.Run) -> str:
         cut_off(run, subject.database)
+        return "value"
+
+    with pytest.raises(errors.LockLost):
+        subject.run(body)
+    subject.expect("failed", "lock lost")
+    subject.expect_free()
+
+
+@every_mode
+def test_a_lost_session_that_nobody_noticed(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At session level the fence still lets the outcome in; a transaction is gone."""
+    monkeypatch.setattr(monitor.Monitor, "watch", lambda *_: None)
+
+    def body(run: runs.Run) -> str:
+        terminate(subject.database, backend(run, subject.database))
         return "value"
 
     if subject.mode is SESSION:
@@ -667,16 +683,12 @@ def test_a_server_restarted_under_the_body(
 ) -> None:
     def body(run: runs.Run) -> str:
         own_postgres.restart(stop)
-        assert not run.held
+        eventually(lambda: not run.held, what="the run knows it")
         return "value"
 
-    if own_subject.mode is SESSION:
-        assert own_subject.run(body).value == "value"
-        own_subject.expect("done")
-    else:
-        with pytest.raises(errors.LockLost):
-            own_subject.run(body)
-        own_subject.expect("failed", "lock lost")
+    with pytest.raises(errors.LockLost):
+        own_subject.run(body)
+    own_subject.expect("failed", "lock lost")
     assert row(own_subject.database, "attempts", "lost_attempts") == (1, 0)
 
 
@@ -687,8 +699,9 @@ def test_an_outcome_waits_for_the_server(
 ) -> None:
     starter = threading.Thread(target=own_postgres.start)
 
-    def body(_: runs.Run) -> None:
+    def body(run: runs.Run) -> None:
         own_postgres.stop("fast")
+        eventually(lambda: not run.held, what="the run knows it")
         starter.start()
         if raises:
             raise Ended(status="retrying", reason="retry", retry_in=1.0)
@@ -698,9 +711,6 @@ def test_an_outcome_waits_for_the_server(
             with pytest.raises(Ended):
                 own_subject.run(body)
             own_subject.expect("retrying", "retry")
-        elif own_subject.mode is SESSION:
-            own_subject.run(body)
-            own_subject.expect("done")
         else:
             with pytest.raises(errors.LockLost):
                 own_subject.run(body)
@@ -711,6 +721,7 @@ def test_an_outcome_waits_for_the_server(
 
 @with_rows
 @pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("noticed", [False, True])
 def test_an_outcome_that_cannot_be_recorded_is_unknown(
     own_subject: Subject,
     own_postgres: PostgresServer,
@@ -718,22 +729,27 @@ def test_an_outcome_that_cannot_be_recorded_is_unknown(
     caplog: pytest.LogCaptureFixture,
     *,
     raises: bool,
+    noticed: bool,
 ) -> None:
     monkeypatch.setattr(settling, "PATIENCE", 1.0)
+    if not noticed:
+        monkeypatch.setattr(monitor.Monitor, "watch", lambda *_: None)
 
-    def body(_: runs.Run) -> None:
+    def body(run: runs.Run) -> None:
         own_postgres.stop("immediate")
+        if noticed:
+            eventually(lambda: not run.held, what="the run knows it")
         if raises:
             raise Ended(status="failed", reason="ours")
 
     expected: Any = Ended if raises else errors.OutcomeUnknown
-    if own_subject.mode is TRANSACTION and not raises:
+    if (noticed or own_subject.mode is TRANSACTION) and not raises:
         expected = errors.LockLost  # no COMMIT was sent, so it is known to be rolled back
     started = time.monotonic()
     with pytest.raises(expected):
         own_subject.run(body)
     assert 1.0 <= time.monotonic() - started < 8.0
-    if raises or own_subject.mode is TRANSACTION:
+    if expected is not errors.OutcomeUnknown:
         assert [record.event for record in caplog.records] == ["outcome_unknown"]  # type: ignore[attr-defined]
     own_postgres.start()
     own_subject.expect("running")
