@@ -120,7 +120,7 @@ class Hold:
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
         with self._connection:
-            if self._owed_since is not None:
+            if taken_over := self._owed_since is not None:
                 # The answer that the monitor waits for is read by this statement.
                 _of_this_process().listen(self, answers=False)
             self._owed_since = time.monotonic()
@@ -131,6 +131,9 @@ class Hold:
             finally:
                 self.session.on_close = on_close
                 self._owed_since = None
+                if taken_over:
+                    # It sleeps until that answer is overdue.
+                    _of_this_process().wake()
 
     def release(self) -> Loss | None:
         """End the hold; return how it was lost before that, or None.
@@ -245,7 +248,7 @@ class Monitor:
             self._register(hold.descriptor)
             late = hold.due < self._wakes_at or self._cooperative
         if late:
-            self._wake()
+            self.wake()
 
     def _register(self, descriptor: int) -> None:
         try:
@@ -281,7 +284,8 @@ class Monitor:
             self._epoll.close()
             os.close(self._wake_descriptor)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the thread look at the clock."""
         if self._cooperative:
             self._bell.set()
         else:

@@ -65,6 +65,7 @@ WORKING: dict[str, dict[str, Any]] = {
     "retrying_lock": {"lock_name": "retrying"},
     "unledgered": {"once_per": None},
     "transactional": {"lock_level": "transaction"},
+    "warned": {"lock_lost": "warn"},
 }
 for _name, _options in WORKING.items():
     register(base=LockedTask, bind=True, name=_name, **{"lock_by": ("key",), **_options})(work)
