@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import logging
 import os
 import select
 import socket
@@ -33,14 +34,19 @@ from psycopg.rows import namedtuple_row
 
 from celery_pglock import connections, errors
 
+_log: Final = logging.getLogger("celery_pglock.sessions")
+
 Level = Literal["session", "transaction"]
 
 # Only these two may differ between the levels. A session-level session runs nothing but our
 # own short statements, so it bounds them; and it prepares them at once, because planning the
 # claim costs as much as running it. A transaction-level session runs the body's SQL, under
 # the role's own time-out, and may stand behind a pooler, where named statements collide.
-_STATEMENT_TIMEOUT: Final = "15s"
+_STATEMENT_TIMEOUT: Final = "15000"
 _PREPARE_THRESHOLD: Final[dict[Level, int | None]] = {"session": 0, "transaction": None}
+# What has been warned of, once per process.
+_warned: set[str] = set()
+
 _WHO: Final = b"select pg_catalog.pg_backend_pid()"
 
 
@@ -214,7 +220,8 @@ def open_session(plan: Plan) -> Session:
     """Open a lock session and make it fit to hold locks.
 
     Raises:
-        ConfigurationError: the target is no connection string.
+        ConfigurationError: the target is no connection string, or its transactions are
+            read-only by default.
         DatabaseUnavailable: the server cannot be reached, or refuses the login.
         ServerInRecovery: the server is a standby.
         TransactionPooler: ``plan.level`` is ``"session"`` and a transaction pooler is between.
@@ -247,10 +254,18 @@ def open_session(plan: Plan) -> Session:
 
 def _guard(session: Session, plan: Plan) -> None:
     row = session.execute(
-        b"select pg_catalog.pg_backend_pid() as pid, pg_catalog.pg_is_in_recovery() as recovery"
+        b"select pg_catalog.pg_backend_pid() as pid, pg_catalog.pg_is_in_recovery() as recovery,"
+        b" pg_catalog.current_setting('default_transaction_read_only')::bool as read_only"
     )
     if row.recovery:
         raise errors.ServerInRecovery(session.target)
+    if row.read_only:
+        msg = (
+            f"default_transaction_read_only is on for this role or database at {session.target}, "
+            f"so nothing could be recorded; turn it off with ALTER ROLE or ALTER DATABASE ... SET "
+            f"default_transaction_read_only = off"
+        )
+        raise errors.ConfigurationError(msg)
     session.pid = row.pid
     # A pooler gives its clients cancel keys of its own, so the pid that libpq was told is not
     # the one of the server process that answers.
@@ -275,7 +290,7 @@ def _guard(session: Session, plan: Plan) -> None:
         "tcp_keepalives_count": "3",
         "tcp_user_timeout": str(release_after * 1000),
         # Without it the lock of a killed worker lasts until its statement has ended.
-        "client_connection_check_interval": "500ms",
+        "client_connection_check_interval": "500",
         "default_transaction_isolation": "read committed",
         **({"statement_timeout": _STATEMENT_TIMEOUT} if plan.level == "session" else {}),
     }
@@ -288,6 +303,41 @@ def _guard(session: Session, plan: Plan) -> None:
         b" join pg_catalog.pg_settings s using (name)",
         {"names": list(guards), "values": list(guards.values())},
     )
+    _read_back(session, guards)
+
+
+def _read_back(session: Session, guards: Mapping[str, str]) -> None:
+    """Warn of what could not be set: it may end the session, or keep a dead one alive.
+
+    A statement of its own, because in the one that sets them a setting may be read before it
+    is set. Each value is written in the unit in which it is shown here.
+    """
+    rows = session.rows(
+        b"select name, setting, pg_catalog.inet_client_addr() is null as local"
+        b" from pg_catalog.pg_settings where name = any(%(names)s)",
+        {"names": list(guards)},
+    )
+    for row in rows:
+        # Over a socket in the file system there is no TCP; its settings stay 0.
+        skipped = row.local and row.name.startswith("tcp_")
+        if skipped or row.setting == guards[row.name] or row.name in _warned:
+            continue
+        _warned.add(row.name)
+        _log.warning(
+            "%s is %s at %s and could not be set to %s for a lock session, whose lock may so be "
+            "lost early or outlive its holder; have the limits of the role, the database or the "
+            "host allow it",
+            row.name,
+            row.setting,
+            session.target,
+            guards[row.name],
+            extra={
+                "event": "guard_not_set",
+                "setting": row.name,
+                "wanted": guards[row.name],
+                "found": row.setting,
+            },
+        )
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("celery_pglock.startup")
 
+_EVENTLET: Final = "celery.concurrency.eventlet"
+
 
 class StartupCheck(bootsteps.StartStopStep):
     """A worker bootstep: one that raises ends the worker, where a signal receiver would not."""
@@ -32,6 +34,7 @@ class StartupCheck(bootsteps.StartStopStep):
         """
         super().__init__(parent, **kwargs)
         try:
+            refuse_eventlet(parent.app, parent.pool_cls)
             check(parent.app)
         except errors.PGLockError as error:
             raise SystemExit(f"celery-pglock: {error}") from None
@@ -40,6 +43,20 @@ class StartupCheck(bootsteps.StartStopStep):
 def register(app: Celery) -> None:
     """Have the workers of an application make the check."""
     app.steps["worker"].add(StartupCheck)
+
+
+def refuse_eventlet(app: Celery, pool: object) -> None:
+    """Refuse a pool on which a lock session would stop all other tasks while it waits.
+
+    Raises:
+        ConfigurationError: the pool is eventlet's.
+    """
+    if settings.of(app).enabled and getattr(pool, "__module__", "") == _EVENTLET:
+        msg = (
+            "the eventlet pool is not supported, because psycopg blocks its hub; start the worker "
+            "with --pool=gevent, threads or prefork"
+        )
+        raise errors.ConfigurationError(msg)
 
 
 def check(app: Celery) -> None:
