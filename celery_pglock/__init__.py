@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from celery_pglock.advisory import advisory_lock
 from celery_pglock.beat import LeaderScheduler
 from celery_pglock.beat_events import (
     leadership_gained,
@@ -53,6 +54,7 @@ __all__ = [
     "ServerInRecovery",
     "TransactionEnded",
     "TransactionPooler",
+    "advisory_lock",
     "current_run",
     "leadership_gained",
     "leadership_lost",

@@ -283,7 +283,7 @@ class Call:
         if self._option("once_per") is None:
             records = locks.NameLockOnly()
         return execution.Executor(
-            stack=_stack(self.config, level, _node(self.task)),
+            stack=stack(self.config, level, _node(self.task)),
             records=records,
             classify=outcomes.verdict,
             started=lambda run: events.started(self.task, run),
@@ -353,7 +353,8 @@ signals.worker_process_shutdown.connect(close_idle_sessions, weak=False)
 signals.worker_shutdown.connect(close_idle_sessions, weak=False)
 
 
-def _stack(config: settings.Settings, level: sessions.Level, node: str) -> sessions.Stack:
+def stack(config: settings.Settings, level: sessions.Level, node: str) -> sessions.Stack:
+    """Return this process's idle sessions of a level, on the database of these settings."""
     # The settings are kept beside the stack, so that their id() is not given to others.
     key = (id(config), config.schema, level)
     found = _stacks.get(key)

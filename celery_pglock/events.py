@@ -171,7 +171,7 @@ def dropped(work: claims.Work, reason: str) -> None:
 
 
 def lost(
-    task: celery.Task[..., Any],
+    task: celery.Task[..., Any] | None,
     error: errors.LockLost,
     run: runs.Run | None,
     loss: monitor.Loss | None,

@@ -20,6 +20,7 @@ from celery_pglock import (
     LockNotAcquired,
     PGLockError,
     Run,
+    advisory_lock,
     current_run,
     leadership_gained,
     leadership_lost,
@@ -182,3 +183,11 @@ class Beat(LeaderScheduler):
 
 
 VERSION: str = celery_pglock.__name__
+
+
+with advisory_lock("nightly", wait=5) as lock:
+    assert_type(lock, Run)
+    assert_type(lock.held, bool)
+    lock.check()
+with advisory_lock(42, app=app):
+    pass

@@ -35,6 +35,7 @@ NAMES = [
     "ServerInRecovery",
     "TransactionEnded",
     "TransactionPooler",
+    "advisory_lock",
     "current_run",
     "leadership_gained",
     "leadership_lost",
@@ -136,6 +137,13 @@ def test_nothing_else_can_be_imported_by_accident() -> None:
 def test_current_run_takes_nothing_and_returns_a_run() -> None:
     signature = inspect.signature(celery_pglock.current_run, eval_str=True)
     assert (dict(signature.parameters), signature.return_annotation) == ({}, celery_pglock.Run)
+
+
+def test_the_parameters_of_advisory_lock() -> None:
+    signature = inspect.signature(celery_pglock.advisory_lock)
+    assert {name: parameter.kind.name for name, parameter in signature.parameters.items()} == {
+        "name": "POSITIONAL_OR_KEYWORD", "app": "KEYWORD_ONLY", "wait": "KEYWORD_ONLY",
+    }  # fmt: skip
 
 
 def test_the_attributes_of_a_run() -> None:
