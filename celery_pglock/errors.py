@@ -126,6 +126,8 @@ class JobSkipped(LockNotAcquired):
 class LockLost(PGLockError):
     """The session that held the locks is gone, or another attempt has taken the period over.
 
+    With ``lock_lost="raise"`` it is also what interrupts a body in the main thread.
+
     Args:
         job: the job that was running.
         period: its period, or None.

@@ -36,9 +36,10 @@ class LockedTask(celery.Task[..., Any]):
 
     When the lock is taken the call is skipped, postponed or raises, as ``lock_conflict`` says.
     A skip ends every wait: the result is ``REVOKED`` with ``TaskRevokedError``, no next step
-    of a chain runs. When the connection dies under the body, ``current_run().held`` says no,
-    and the run is recorded as done only if nobody has taken its period over; else it raises
-    ``LockLost``. When the database cannot be reached, the body does not run.
+    of a chain runs. When the lock session dies under the body, ``current_run().held`` says
+    no, a body in the main thread is interrupted, and the run fails with ``LockLost``; with
+    ``lock_lost="warn"`` it goes on and is recorded as done only if nobody has taken its period
+    over. When the database cannot be reached, the body does not run.
 
     Options, given to ``@app.task(...)``; the setting ``pglock_<option>`` changes a default:
 

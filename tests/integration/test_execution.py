@@ -272,6 +272,18 @@ def test_a_run_whose_lock_is_known_to_be_lost_is_not_done(subject: Subject) -> N
     subject.expect_free()
 
 
+@with_rows
+def test_a_replaced_body_whose_lock_is_known_to_be_lost_is_not_done(subject: Subject) -> None:
+    def body(run: runs.Run) -> None:
+        cut_off(run, subject.database)
+        raise Ended(status="done", reason="replaced", keep=True)
+
+    with pytest.raises((Ended, errors.LockLost)):
+        subject.run(body)
+    subject.expect("failed", "lock lost")
+    subject.expect_free()
+
+
 @every_mode
 def test_a_lost_session_that_nobody_noticed(
     subject: Subject, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import signal
 import socket
 import statistics
@@ -283,6 +284,64 @@ def test_proofs_are_never_in_the_way(
     print(f"{rounds} {moment}, {asked} proofs")
     assert rounds > 100
     assert asked > 20
+
+
+class Struck(BaseException):
+    """Strikes anywhere, as a time limit does."""
+
+
+def test_a_time_limit_that_strikes_beside_a_proof_leaves_no_lock(
+    database: Database, lock_sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "_SOON", 0.001)
+    holds: list[Eager] = []
+
+    def eager(*arguments: Any) -> Eager:
+        holds.append(Eager(*arguments))
+        return holds[-1]
+
+    monkeypatch.setattr(monitor, "Hold", eager)
+    executor = execution.Executor(
+        stack=lock_sessions.stack(database.url),
+        records=ledger.Ledger(),
+        classify=lambda _: claims.Verdict(status="failed", reason="struck"),
+    )
+    armed = [False]
+
+    def handle(*_: object) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Struck
+
+    def body(run: runs.Run) -> None:
+        for _ in range(3):
+            run.check()
+            time.sleep(0.0005)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    main = threading.main_thread().ident or 0
+    struck = 0
+    try:
+        for number in range(100):
+            delay = random.uniform(0.0005, 0.008)  # noqa: S311 - only a moment
+            timer = threading.Timer(delay, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+            armed[0] = True
+            try:
+                timer.start()
+                executor.execute(work(f"period {number}"), body)
+            except Struck:
+                struck += 1
+            finally:
+                armed[0] = False
+                timer.join()
+            eventually(lambda: not advisory_locks(database), 2.0, "no lock is left")
+            answer = executor.execute(work(f"later {number}"), body)
+            assert isinstance(answer, execution.Ran)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    print(f"{struck} of 100 struck, {sum(hold.asked for hold in holds)} proofs")
+    assert struck > 20
+    assert not [hold for hold in holds if hold.state == "lost" and "no answer" in str(hold.loss)]
 
 
 # --- a hold is one hold ------------------------------------------------------------------------
