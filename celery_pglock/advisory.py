@@ -79,7 +79,7 @@ def advisory_lock(
         events.lost(None, lost, run, loss)
 
     hold = monitor.Hold(session, tell)
-    run = _run(work, hold)
+    run = _run(work, monitor.View(hold))
     try:
         hold.begin()
         with interruption:
@@ -110,11 +110,7 @@ def _work(namespace: str, name: str | int) -> claims.Work:
     )
 
 
-def _run(work: claims.Work, hold: monitor.Hold | None) -> runs.Run:
-    def prove() -> str | None:
-        loss = None if hold is None else hold.check()
-        return None if loss is None else loss.reason
-
+def _run(work: claims.Work, view: monitor.View | None) -> runs.Run:
     return runs.Run(
         name=work.name,
         key=work.name_key,
@@ -124,8 +120,8 @@ def _run(work: claims.Work, hold: monitor.Hold | None) -> runs.Run:
         due=None,
         attempt=1,
         term=None,
-        _held=lambda: hold is None or hold.held,
-        _prove=prove,
+        _held=lambda: view is None or view.held,
+        _prove=lambda: None if view is None else view.check(),
     )
 
 

@@ -215,6 +215,7 @@ class Executor:
     ) -> Ran[T]:
         interruption = interruptions.Interruption()
         hold = monitor.Hold(session, lambda loss: self._tell_loss(run, interruption, loss))
+        view = monitor.View(hold)
         run = runs.Run(
             name=work.name,
             key=work.name_key,
@@ -225,8 +226,8 @@ class Executor:
             attempt=claimed.attempt,
             term=work.term,
             lost_attempts=claimed.lost_attempts,
-            _held=lambda: hold.held,
-            _prove=lambda: _reason(hold.check()),
+            _held=lambda: view.held,
+            _prove=view.check,
         )
         try:
             hold.begin()
@@ -366,6 +367,7 @@ class Executor:
                 return claims.Refused(refusal, self.records.read(session, work))
         interruption = interruptions.Interruption()
         hold = monitor.Hold(session, lambda loss: self._tell_loss(run, interruption, loss))
+        view = monitor.View(hold)
         run = runs.Run(
             name=work.name,
             key=work.name_key,
@@ -377,9 +379,9 @@ class Executor:
             term=work.term,
             lost_attempts=claimed.lost_attempts,
             _connection=transaction.connection,
-            _held=lambda: hold.held and transaction.open,
+            _held=lambda: view.held and transaction.open,
             _prove=lambda: (
-                _reason(hold.loss) or (None if transaction.open else "its transaction has ended")
+                view.check() or (None if transaction.open else "its transaction has ended")
             ),
         )
         try:
@@ -449,10 +451,6 @@ class Executor:
         except BaseException:
             loan.close()
             raise
-
-
-def _reason(loss: monitor.Loss | None) -> str | None:
-    return None if loss is None else loss.reason
 
 
 def _lost_lock(lost: errors.LockLost) -> claims.Verdict:

@@ -25,6 +25,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
@@ -90,7 +91,7 @@ class Hold:
 
     def begin(self) -> None:
         """Start watching."""
-        self.session.on_close = self.release
+        self.session.on_close = weakref.WeakMethod(self.release)
         self.descriptor = self.session.connection.fileno()
         self.state = "held"
         _of_this_process().watch(self)
@@ -225,11 +226,34 @@ class Hold:
             _log.exception("telling of a lost lock failed", extra={"event": "lock_lost_untold"})
 
 
+class View:
+    """A hold as its run sees it, which does not keep it alive.
+
+    A time limit can strike where a session is just being closed. Then nothing refers to it any
+    more, so psycopg closes it and its lock is free: unless a cycle, or the monitor, kept it.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = weakref.ref(hold)
+
+    @property
+    def held(self) -> bool:
+        """Whether the locks are held; no query."""
+        hold = self._hold()
+        return hold is not None and hold.held
+
+    def check(self) -> str | None:
+        """Ask the server; return why the locks are not held, or None."""
+        hold = self._hold()
+        loss = None if hold is None else hold.check()
+        return None if loss is None else loss.reason
+
+
 class Monitor:
     """The holds of one process, and the thread that watches them."""
 
     def __init__(self) -> None:
-        self._holds: dict[int, Hold] = {}
+        self._holds: weakref.WeakValueDictionary[int, Hold] = weakref.WeakValueDictionary()
         self._mutex = threading.Lock()
         self._wakes_at = 0.0
         self._cooperative = cooperative()
@@ -295,12 +319,16 @@ class Monitor:
         until = 0.0
         while True:
             for descriptor, events in self._wait(until):
-                if descriptor == self._wake_descriptor:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(descriptor)
-                elif (hold := self._holds.get(descriptor)) is not None:
-                    hold.notice(events)
+                self._notice(descriptor, events)
             until = self._look_at_the_clock(lingered=not self._holds and until != math.inf)
+
+    def _notice(self, descriptor: int, events: int) -> None:
+        # Not in the loop itself, whose variables would keep the last hold alive.
+        if descriptor == self._wake_descriptor:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(descriptor)
+        elif (hold := self._holds.get(descriptor)) is not None:
+            hold.notice(events)
 
     def _look_at_the_clock(self, *, lingered: bool) -> float:
         with self._mutex:

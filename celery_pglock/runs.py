@@ -111,8 +111,9 @@ def in_progress() -> Run | None:
 @contextlib.contextmanager
 def entered(run: Run) -> Iterator[Run]:
     """Make ``run`` the current one for the length of a ``with`` block."""
-    token = _current.set(run)
+    before = _current.get()
     try:
+        _current.set(run)
         yield run
     finally:
-        _current.reset(token)
+        _current.set(before)

@@ -78,7 +78,8 @@ class Session:
     Attributes:
         proven: when the last statement that was answered had been *sent* (monotonic): up to
             then the session has lived for certain.
-        on_close: called once when the session is closed, before its connection is.
+        on_close: a weak reference to what is called once when the session is closed, before
+            its connection is.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], plan: Plan) -> None:
@@ -90,7 +91,7 @@ class Session:
         self.pooled = False
         self.lost_after = plan.lost_after
         self.proven = time.monotonic()
-        self.on_close: Callable[[], object] | None = None
+        self.on_close: Callable[[], Callable[[], object] | None] | None = None
         self._asked: float | None = None
         self._closing = threading.Lock()
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
@@ -200,8 +201,8 @@ class Session:
             _blind(self.connection)
             return
         told, self.on_close = self.on_close, None
-        if told is not None:
-            told()
+        if told is not None and (tell := told()) is not None:
+            tell()
         # Exception and not psycopg.Error: whatever a broken connection raises while it is
         # being given up, there is nothing left to do for it.
         with contextlib.suppress(Exception), self._closing:

@@ -27,9 +27,9 @@ from celery_pglock import (
     runs,
     sessions,
 )
-from tests.integration.workbench import Sessions, advisory_locks, row, terminate, work
+from tests.integration.workbench import Sessions, advisory_locks, plan, row, terminate, work
 from tests.support.databases import Database
-from tests.support.processes import Processes, eventually
+from tests.support.processes import Process, Processes, eventually
 from tests.support.proxy import Proxy
 
 LEVELS: list[sessions.Level] = ["session", "transaction"]
@@ -159,6 +159,21 @@ def test_a_thread_that_waits_for_an_answer_is_let_go(proxy: Proxy, lock_sessions
     assert session.connection.closed
 
 
+def test_control_without_severing_that_thread_waits_on(
+    proxy: Proxy, lock_sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions.Session, "sever", lambda _: None)
+    watched = Watched(lock_sessions.open(proxy.url, lost_after=1.0))
+    proxy.hold()
+    waiting = threading.Thread(target=watched.hold.check)
+    waiting.start()
+    eventually(lambda: watched.losses, 3.0, "it is told")
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    proxy.flow()
+    waiting.join(10)
+
+
 FROZEN = """
 import sys, time
 from celery_pglock import locks, monitor, sessions
@@ -166,6 +181,15 @@ from celery_pglock import locks, monitor, sessions
 plan = sessions.Plan(target=sys.argv[1], level="session", application="pglock:frozen", lost_after=1.0)
 session = sessions.open_session(plan)
 assert locks.acquire(session, 4711, "pglock:frozen")
+if sys.argv[2] == "deadline is final":
+    ask_first = monitor.Hold.tick
+
+    def tick(hold):
+        if time.monotonic() > hold._deadline:
+            hold._lose("deadline")
+        return ask_first(hold)
+
+    monitor.Hold.tick = tick
 hold = monitor.Hold(session, lambda loss: print("lost", loss, flush=True))
 hold.begin()
 print("held", flush=True)
@@ -184,10 +208,8 @@ time.sleep(60)
 """
 
 
-def test_a_frozen_process_keeps_its_lock_and_knows_it(
-    database: Database, processes: Processes
-) -> None:
-    process = processes.python("-c", FROZEN, database.url, name="frozen")
+def frozen_and_thawed(database: Database, processes: Processes, rule: str) -> Process:
+    process = processes.python("-c", FROZEN, database.url, rule, name="frozen")
     process.wait_for_line("^held$")
     process.stop()
     frozen = time.monotonic()
@@ -196,8 +218,23 @@ def test_a_frozen_process_keeps_its_lock_and_knows_it(
         time.sleep(0.05)
     process.cont()
     process.wait_for_line("^thawed$")
+    return process
+
+
+def test_a_frozen_process_keeps_its_lock_and_knows_it(
+    database: Database, processes: Processes
+) -> None:
+    process = frozen_and_thawed(database, processes, "ask first")
     process.wait_for_line("^held True None$")
     assert "lost" not in process.output()
+
+
+def test_control_a_final_deadline_would_lose_a_lock_that_is_there(
+    database: Database, processes: Processes
+) -> None:
+    process = frozen_and_thawed(database, processes, "deadline is final")
+    process.wait_for_line("^lost ")
+    assert [key for key, _ in advisory_locks(database)] == [4711]
 
 
 # --- proofs and the body's own statements ------------------------------------------------------
@@ -385,6 +422,18 @@ def test_a_session_that_is_closed_is_no_loss(database: Database, lock_sessions: 
     terminate(database, later.session.pid)
     eventually(lambda: later.losses, 1.0, "the next on that descriptor is told")
     assert not watched.losses
+
+
+@pytest.mark.filterwarnings("ignore:.*was deleted while still open:ResourceWarning")
+def test_a_hold_that_nobody_has_any_more_is_not_kept(database: Database) -> None:
+    """As after a time limit that strikes while its session is being closed."""
+    session = sessions.open_session(plan(database.url, lost_after=1.0))
+    assert locks.acquire(session, 4711, "pglock:test")
+    hold = monitor.Hold(session)
+    hold.begin()
+    proven_again(session, 1)
+    del session, hold
+    eventually(lambda: not advisory_locks(database), 1.5, "the lock is free")
 
 
 FORKED = """
