@@ -1,6 +1,7 @@
 # Needs make and Python 3.11 or newer, nothing else; everything it installs goes into .venv.
 #
 #   make test ARGS="-k name"     the test suite, or a part of it
+#   make test WORKERS=0 ARGS=-s  in one process, with what the tests print
 #   make lint                    everything that reads the code without running it
 #   make demo                    two beats, two workers, kills, and a verdict in under a minute
 #   make demo ARGS=--unguarded   the same without celery-pglock
@@ -8,6 +9,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Most tests wait for other processes. A file stays in one worker: its tests share what they start.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -27,7 +30,7 @@ installed := $(VENV)/.installed-$(python_key)-$(project_key)
 setup: $(installed)
 
 test: setup
-	$(BIN)/python -m pytest -m "not chaos" $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos" -n $(WORKERS) --dist loadfile $(ARGS)
 
 chaos: setup
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import datetime as dt
+import weakref
 from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from celery_pglock import errors, sessions
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Run:
     """One run under its locks.
 
@@ -86,7 +87,9 @@ class Run:
             raise errors.LockLost(self.job, self.period, reason)
 
 
-_current: contextvars.ContextVar[Run | None] = contextvars.ContextVar(
+# Held weakly: a time limit may strike in the very line that would forget the run, and the next
+# body in this thread must not find it.
+_current: contextvars.ContextVar[weakref.ref[Run] | None] = contextvars.ContextVar(
     "celery_pglock_run", default=None
 )
 
@@ -97,7 +100,7 @@ def current_run() -> Run:
     Raises:
         NoCurrentRun: there is none: outside a LockedTask, or with ``pglock_enabled`` off.
     """
-    run = _current.get()
+    run = in_progress()
     if run is None:
         raise errors.NoCurrentRun
     return run
@@ -105,7 +108,8 @@ def current_run() -> Run:
 
 def in_progress() -> Run | None:
     """Return the run whose body is being executed here, or None."""
-    return _current.get()
+    current = _current.get()
+    return None if current is None else current()
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ def entered(run: Run) -> Iterator[Run]:
     """Make ``run`` the current one for the length of a ``with`` block."""
     before = _current.get()
     try:
-        _current.set(run)
+        _current.set(weakref.ref(run))
         yield run
     finally:
         _current.set(before)

@@ -94,6 +94,25 @@ def _package(name: str) -> Path | None:
     return Path(spec.origin).resolve().parent if spec and spec.origin else None
 
 
+_DEEPEST = 60
+
+
+def place_for(*, others: bool) -> Path:
+    """Return a directory for temporary files, one that other accounts can reach if `others`.
+
+    A private TMPDIR, below root's home for instance, is closed to the account that the server
+    runs as; and a deep one is too long for a unix socket's name, which has 107 bytes.
+    """
+    own = Path(tempfile.gettempdir())
+    public = [own, Path("/tmp"), Path("/var/tmp")]  # noqa: S108 - mkdtemp makes what is put there
+    fit = (
+        path
+        for path in public
+        if len(os.fsencode(path)) <= _DEEPEST and (not others or _open_to_others(path))
+    )
+    return next(fit, own)
+
+
 def _open_to_others(program: Path) -> bool:
     resolved = program.resolve()
     return all(path.stat().st_mode & stat.S_IXOTH for path in (resolved, *resolved.parents))
@@ -105,9 +124,10 @@ def _copied(bin_dir: Path) -> Path:
     program = (bin_dir / "postgres").stat()
     mark = f"{bin_dir}:{program.st_size}:{program.st_mtime_ns}"
     digest = hashlib.sha256(mark.encode()).hexdigest()[:12]
-    kept = Path(tempfile.gettempdir()) / f"pglock-bin-{os.geteuid()}-{digest}"
+    place = place_for(others=True)
+    kept = place / f"pglock-bin-{os.geteuid()}-{digest}"
     if not kept.exists():
-        root = Path(tempfile.mkdtemp(prefix="pglock-bin-"))
+        root = Path(tempfile.mkdtemp(prefix="pglock-bin-", dir=place))
         shutil.copytree(install, root / package.name / install.name, symlinks=True)
         # The programs find the wheel's libraries beside the package, relative to themselves.
         libraries = package.with_name(f"{package.name}.libs")

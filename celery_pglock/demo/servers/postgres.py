@@ -51,7 +51,8 @@ class PostgresServer:
         self.port = children.free_port()
         self._account = children.Account.unprivileged()
         self._bin = binaries.runnable(binaries.postgres_bin(), by_others=self._account is not None)
-        self._base = Path(tempfile.mkdtemp(prefix="pglock-pg-"))
+        place = binaries.place_for(others=self._account is not None)
+        self._base = Path(tempfile.mkdtemp(prefix="pglock-pg-", dir=place))
         self.data_dir = self._base / "data"
         self.socket_dir = self._base
         self.log_file = self._base / "server.log"
