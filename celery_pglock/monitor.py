@@ -40,10 +40,15 @@ ENDED: Final = "its session was ended by the server"
 # With no hold left the thread looks once more after this time, and then sleeps until it is
 # woken: in a busy process it is hardly ever asleep, so hardly any run has to wake it.
 _LINGER: Final = 5.0
-# Where threads are greenlets, epoll would stop them all, so it is looked at this often.
+# Where threads are greenlets, epoll would stop them all, and elsewhere than on Linux there is
+# none: there the sockets are looked at this often.
 _TICK: Final = 0.02
 # How soon to try again when the body's own thread is just using the session.
 _SOON: Final = 0.05
+
+# Outside Linux a hang-up is reported without being asked for.
+_HANG_UP: Final[int] = getattr(select, "EPOLLRDHUP", 0)
+_ANSWER: Final[int] = select.POLLIN
 
 State = Literal["new", "held", "released", "lost"]
 
@@ -195,7 +200,7 @@ class Hold:
 
     def notice(self, events: int) -> None:
         """Take what the socket says."""
-        if events & ~select.EPOLLIN:
+        if events & ~_ANSWER:
             self._lose(ENDED)
             return
         if not self._connection.acquire(blocking=False):
@@ -256,11 +261,13 @@ class Monitor:
         self._holds: weakref.WeakValueDictionary[int, Hold] = weakref.WeakValueDictionary()
         self._mutex = threading.Lock()
         self._wakes_at = 0.0
-        self._cooperative = cooperative()
-        self._epoll: Any = _original_epoll()()
+        self._looking = cooperative() or not hasattr(select, "epoll")
+        self._epoll: Any = _sockets()
         self._bell = threading.Event()
-        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_descriptor, select.EPOLLIN)
+        self._wake_descriptor = -1
+        if not self._looking:
+            self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._epoll.register(self._wake_descriptor, _ANSWER)
         self._thread = threading.Thread(target=self._run, name="celery-pglock-monitor", daemon=True)
         self._thread.start()
 
@@ -270,16 +277,16 @@ class Monitor:
             # First here, so that a hold that is given up half-way is taken out again.
             self._holds[hold.descriptor] = hold
             self._register(hold.descriptor)
-            late = hold.due < self._wakes_at or self._cooperative
+            late = hold.due < self._wakes_at or self._looking
         if late:
             self.wake()
 
     def _register(self, descriptor: int) -> None:
         try:
-            self._epoll.register(descriptor, select.EPOLLRDHUP)
+            self._epoll.register(descriptor, _HANG_UP)
         except FileExistsError:
             # Left by a socket of that number that a forked child still has open.
-            self._epoll.modify(descriptor, select.EPOLLRDHUP)
+            self._epoll.modify(descriptor, _HANG_UP)
 
     def forget(self, hold: Hold) -> None:
         """Watch a hold no longer."""
@@ -296,7 +303,7 @@ class Monitor:
         Only while an answer is expected: the statements of a body would wake the thread at
         each of theirs.
         """
-        events = select.EPOLLRDHUP | (select.EPOLLIN if answers else 0)
+        events = _HANG_UP | (_ANSWER if answers else 0)
         with self._mutex:
             if self._holds.get(hold.descriptor) is hold:
                 with contextlib.suppress(OSError):
@@ -306,11 +313,12 @@ class Monitor:
         """Close what a forked child has inherited; the parent's set of sockets stays as it is."""
         with contextlib.suppress(OSError):
             self._epoll.close()
-            os.close(self._wake_descriptor)
+            if self._wake_descriptor >= 0:
+                os.close(self._wake_descriptor)
 
     def wake(self) -> None:
         """Have the thread look at the clock."""
-        if self._cooperative:
+        if self._looking:
             self._bell.set()
         else:
             os.eventfd_write(self._wake_descriptor, 1)
@@ -343,7 +351,7 @@ class Monitor:
 
     def _wait(self, until: float) -> list[tuple[int, int]]:
         left = max(0.0, until - time.monotonic())
-        if not self._cooperative:
+        if not self._looking:
             # Rounded up to milliseconds by epoll itself.
             return list(self._epoll.poll(None if left == math.inf else left))
         if self._holds:
@@ -365,11 +373,48 @@ def cooperative() -> bool:
     return patching is not None and bool(patching.is_module_patched("select"))
 
 
-def _original_epoll() -> Any:
+class Polled:
+    """What ``select.epoll`` offers, by ``select.poll``, for systems without it."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, int] = {}
+
+    def register(self, descriptor: int, events: int) -> None:
+        """Add a socket; FileExistsError when it is there."""
+        if descriptor in self._events:
+            raise FileExistsError(descriptor)
+        self._events[descriptor] = events
+
+    def modify(self, descriptor: int, events: int) -> None:
+        """Change what is looked for; FileNotFoundError when it is not there."""
+        if descriptor not in self._events:
+            raise FileNotFoundError(descriptor)
+        self._events[descriptor] = events
+
+    def unregister(self, descriptor: int) -> None:
+        """Take a socket out; FileNotFoundError when it is not there."""
+        if self._events.pop(descriptor, None) is None:
+            raise FileNotFoundError(descriptor)
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        """Look at all sockets, for at most ``timeout`` seconds."""
+        poller = select.poll()
+        for descriptor, events in list(self._events.items()):
+            poller.register(descriptor, events)
+        return poller.poll(timeout * 1000)
+
+    def close(self) -> None:
+        """Forget all sockets."""
+        self._events.clear()
+
+
+def _sockets() -> Any:
     # gevent takes it out of the module, because waiting in it would stop every greenlet.
     if cooperative():
-        return sys.modules["gevent.monkey"].get_original("select", "epoll")
-    return select.epoll
+        monkey = sys.modules["gevent.monkey"]
+        with contextlib.suppress(AttributeError):
+            return monkey.get_original("select", "epoll")()
+    return select.epoll() if hasattr(select, "epoll") else Polled()
 
 
 class _Process:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import select
 import signal
 import socket
 import statistics
@@ -80,6 +81,23 @@ def test_the_end_of_a_session_is_seen_within_50_ms(
         assert (loss.reason, loss.backend_pid) == (monitor.ENDED, watched.session.pid)
     print(f"{level}: median {statistics.median(delays):.1f} ms, maximum {max(delays):.1f} ms")
     assert statistics.median(delays) < 50
+
+
+@both_levels
+def test_the_end_of_a_session_is_seen_without_epoll_too(
+    database: Database,
+    lock_sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    level: sessions.Level,
+) -> None:
+    """As on systems that have none; there the sockets are looked at every 20 ms."""
+    monkeypatch.delattr(select, "epoll")
+    monkeypatch.setattr(monitor._Process, "monitor", None)  # noqa: SLF001 - a fresh one
+    watched, sound = (Watched(lock_sessions.open(database.url, level)) for _ in range(2))
+    database.rows("select pg_terminate_backend(%s)", watched.session.pid)
+    eventually(lambda: watched.losses, 1.0, "it is told")
+    assert (watched.hold.held, sound.hold.held) == (False, True)
+    assert sound.hold.release() is None
 
 
 def test_control_without_the_socket_only_the_next_proof_tells(
