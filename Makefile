@@ -2,6 +2,9 @@
 #
 #   make test ARGS="-k name"     the test suite, or a part of it
 #   make test WORKERS=0 ARGS=-s  in one process, with what the tests print
+#   make chaos                   ten minutes of faults, a history, and its verdict in one line
+#   make chaos SEED=7            what was done then, and when; RECORD=1 writes the evidence page
+#   make chaos-tests             the tests that take minutes, or are the same on a second broker
 #   make lint                    everything that reads the code without running it
 #   make demo                    two beats, two workers, kills, and a verdict in under a minute
 #   make demo ARGS=--unguarded   the same without celery-pglock
@@ -9,8 +12,11 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Most tests wait for other processes. A file stays in one worker: its tests share what they start.
-WORKERS ?= 2
+SEED ?=
+RECORD ?=
+# Most tests wait for other processes, so there are more workers than cores. A file stays in one of
+# them: its tests share what they start.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -24,7 +30,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test types docs chaos demo clean
+.PHONY: setup lint test chaos-tests types docs chaos demo clean
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -32,8 +38,11 @@ setup: $(installed)
 test: setup
 	$(BIN)/python -m pytest -m "not chaos" -n $(WORKERS) --dist loadfile $(ARGS)
 
-chaos: setup
+chaos-tests: setup
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+chaos: setup
+	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record) $(ARGS)
 
 demo: setup
 	@$(BIN)/python -m celery_pglock.demo $(ARGS)

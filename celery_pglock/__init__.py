@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from celery_pglock.advisory import advisory_lock
 from celery_pglock.beat import LeaderScheduler
 from celery_pglock.beat_events import (
     leadership_gained,
@@ -9,10 +10,12 @@ from celery_pglock.beat_events import (
     occurrence_missed,
     occurrence_sent,
 )
+from celery_pglock.database_entries import Entry
 from celery_pglock.errors import (
     ConfigurationError,
     CrashRetriesExhausted,
     DatabaseUnavailable,
+    EntryChanged,
     JobSkipped,
     LeadershipLost,
     LockLost,
@@ -20,6 +23,8 @@ from celery_pglock.errors import (
     NoCurrentRun,
     OutcomeUnknown,
     PGLockError,
+    ReadOnlyByDefault,
+    RerunRefused,
     SchemaError,
     ServerInRecovery,
     TransactionEnded,
@@ -32,6 +37,7 @@ from celery_pglock.events import (
     run_skipped,
     run_started,
 )
+from celery_pglock.mixin import LeaderMixin
 from celery_pglock.runs import Run, current_run
 from celery_pglock.task import LockedTask
 
@@ -39,7 +45,10 @@ __all__ = [
     "ConfigurationError",
     "CrashRetriesExhausted",
     "DatabaseUnavailable",
+    "Entry",
+    "EntryChanged",
     "JobSkipped",
+    "LeaderMixin",
     "LeaderScheduler",
     "LeadershipLost",
     "LockLost",
@@ -48,11 +57,14 @@ __all__ = [
     "NoCurrentRun",
     "OutcomeUnknown",
     "PGLockError",
+    "ReadOnlyByDefault",
+    "RerunRefused",
     "Run",
     "SchemaError",
     "ServerInRecovery",
     "TransactionEnded",
     "TransactionPooler",
+    "advisory_lock",
     "current_run",
     "leadership_gained",
     "leadership_lost",

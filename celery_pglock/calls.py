@@ -11,21 +11,25 @@ import dataclasses
 import datetime as dt
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import signals
-
 from celery_pglock import (
+    attempts,
+    checkins,
     claims,
     errors,
     events,
     execution,
+    holds,
     identity,
+    idle_sessions,
     keys,
     ledger,
     locks,
     messages,
+    notices,
     options,
     outcomes,
     periods,
@@ -38,11 +42,9 @@ from celery_pglock import (
 if TYPE_CHECKING:
     import celery
 
-# A holder that was gone when it was asked for had just ended: worth another try at once.
-_VANISHED: Final = 1.0
-
-_stacks: dict[tuple[int, str, sessions.Level], tuple[settings.Settings, sessions.Stack]] = {}
-_told: set[tuple[str, str]] = set()
+# A holder that was gone when it was asked for had just ended, and a claim whose row cannot be
+# seen yet is just being committed: worth another try at once.
+_UNDECIDED: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Call:
     kwargs: dict[str, Any]
     body: Callable[[], Any]
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
+    _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def make(self) -> Any:
         """Run the body if the call may run; return its value or what stands for a skip.
@@ -85,7 +88,9 @@ class Call:
         name, key = self.chosen.lock(
             self.config.namespace, self.task.name, self.args, self.kwargs, self.task.request
         )
-        self._warn_of_stock_beat(delivery)
+        notices.of_delivery(
+            self.config.namespace, self.task.name, delivery, self._option("once_per")
+        )
         unclaimed = claims.Work(
             job=f"{self.config.namespace}:{name}",
             period=None,
@@ -99,6 +104,8 @@ class Call:
             due_at=delivery.due,
             entry=delivery.entry,
             term=delivery.term,
+            seen=delivery.seen,
+            again=delivery.redelivered,
         )
         try:
             return self._attempt(delivery, unclaimed)
@@ -125,8 +132,10 @@ class Call:
                 else None,
                 origin=self._origin(delivery, who),
             )
+            if delivery.seen == 0 and work.origin is not None:
+                work = self._seen(executor, work)
             answer = self._execute(executor, delivery, work, who.window)
-            if isinstance(answer, execution.Ran):
+            if isinstance(answer, attempts.Ran):
                 return answer.value
             if answer.kind != "moved":
                 return self._refused(executor, delivery, work, answer)
@@ -143,13 +152,29 @@ class Call:
         )
         return None if origin == (who.job, who.period) else origin
 
+    def _seen(self, executor: execution.Executor, work: claims.Work) -> claims.Work:
+        """Return the work of a rescue copy, sent for the beat's own row, under a calendar rule.
+
+        Raises:
+            Ignore: the message that was thought lost has been started after all.
+        """
+        records = executor.records
+        if not isinstance(records, ledger.Ledger):
+            return work
+        seen = executor.tell(lambda session: records.seen(session, work))
+        if seen is None:
+            events.dropped(work, "its message was not lost")
+            checkins.end(self.task, settled=True)
+            raise messages.drop()
+        return dataclasses.replace(work, seen=seen)
+
     def _execute(
         self,
         executor: execution.Executor,
         delivery: messages.Delivery,
         work: claims.Work,
         window: claims.Window | None,
-    ) -> execution.Ran[Any] | claims.Refused:
+    ) -> attempts.Ran[Any] | claims.Refused:
         request = self.task.request
 
         def body(run: runs.Run) -> Any:
@@ -164,16 +189,26 @@ class Call:
         try:
             answer = executor.execute(work, body, patience=patience, window=window)
         except BaseException as error:
-            if isinstance(error, errors.LockLost):
-                events.lost(self.task, error)
+            if isinstance(error, errors.LockLost) and not attempts.struck_by(error, work):
+                self._lost(None, error)
             for run in self._entered:
                 events.finished(self.task, run, outcomes.verdict(error).status, error)
             raise
-        if isinstance(answer, execution.Ran):
+        if isinstance(answer, attempts.Ran):
             if answer.lost is not None:
-                events.lost(self.task, answer.lost)
+                self._lost(answer.run, answer.lost)
             events.finished(self.task, answer.run, "lost" if answer.lost else "done")
+            if answer.afterwards is not None:
+                # The period is done; what was to follow the commit is the task's own error.
+                raise answer.afterwards
         return answer
+
+    def _lost(
+        self, run: runs.Run | None, error: errors.LockLost, loss: holds.Loss | None = None
+    ) -> None:
+        """Tell of a loss once, whoever notices it first: the monitor's thread or the end."""
+        if self._told_loss.acquire(blocking=False):
+            events.lost(self.task, error, run or next(iter(self._entered), None), loss)
 
     def _patience(
         self, delivery: messages.Delivery, work: claims.Work, refused: claims.Refused
@@ -181,10 +216,12 @@ class Call:
         seconds = 0.0
         if refusals.insists(delivery, work, refused, self._option("lock_conflict")):
             seconds = messages.wait(self.task)
+        if refusals.claim_in_progress(refused):
+            seconds = max(seconds, _UNDECIDED)
         if refused.kind == "held":
             seconds = max(seconds, self._option("lock_wait"))
-            if refused.holder is None:
-                seconds = max(seconds, _VANISHED)
+            if refusals.holder_unknown(work, refused):
+                seconds = max(seconds, _UNDECIDED)
         return seconds
 
     def _refused(
@@ -206,6 +243,9 @@ class Call:
                 raise errors.LockNotAcquired(work.job, work.period, reason)
             case "drop":
                 events.dropped(work, reason)
+                if not delivery.superseded(refused.before):
+                    # Else a later copy of it has the same check-in.
+                    checkins.end(self.task, settled=True)
                 raise messages.drop()
             case "postpone":
                 raise messages.drop()
@@ -236,6 +276,7 @@ class Call:
         reason: str,
     ) -> Any:
         events.skipped(self.task, work, refused, reason, redelivered=delivery.redelivered)
+        checkins.end(self.task, settled=refusals.settled(refused))
         return outcomes.skip(self.task, delivery, work, reason, self._option("skip_state"))
 
     def _postpone(
@@ -269,15 +310,24 @@ class Call:
 
     def _executor(self) -> execution.Executor:
         level: sessions.Level = self._option("lock_level")
-        records: ledger.Ledger | locks.NameLockOnly = ledger.Ledger(self.config.schema)
+        records: ledger.Ledger | locks.NameLockOnly = ledger.Ledger(
+            self.config.schema, self.config.retention
+        )
         if self._option("once_per") is None:
             records = locks.NameLockOnly()
+        stack, transact = idle_sessions.source(self.config, level, _node(self.task))
         return execution.Executor(
-            stack=_stack(self.config, level, _node(self.task)),
+            stack=stack,
+            transact=transact,
             records=records,
-            classify=outcomes.verdict,
-            started=lambda run: events.started(self.task, run),
-            tolerate_loss=self._option("lock_lost") == "warn",
+            terms=attempts.Terms(
+                classify=outcomes.verdict,
+                started=lambda run: events.started(self.task, run),
+                lost=self._lost,
+                long=events.long,
+                tolerate_loss=self._option("lock_lost") == "warn",
+                interrupt=self._option("lock_lost") == "raise",
+            ),
         )
 
     def _identifier(self, executor: execution.Executor, work: claims.Work) -> identity.Identifier:
@@ -300,68 +350,7 @@ class Call:
     def _option(self, name: str) -> Any:
         return self.chosen.value(name, self.config.options)
 
-    def _warn_of_stock_beat(self, delivery: messages.Delivery) -> None:
-        if delivery.stock_beat and self._option("once_per") == "occurrence":
-            _once(
-                "stock_beat",
-                self.task.name,
-                "task %s is sent by a beat that does not say for which occurrence: two such beats "
-                "are kept from overlapping, but not from running it twice; start beat with "
-                '-S pglock, or give the task a calendar rule like once_per="day"',
-                self.task.name,
-            )
-        if delivery.job and not delivery.job.startswith(f"{self.config.namespace}:"):
-            _once(
-                "foreign_namespace",
-                delivery.job,
-                "message of job %s comes from another namespace than %s, whose locks differ; "
-                "give both applications the same pglock_namespace",
-                delivery.job,
-                self.config.namespace,
-            )
-
-
-def warn_disabled() -> None:
-    """Say once that tasks run without locks."""
-    _once(
-        "disabled",
-        "",
-        "pglock_enabled is False: LockedTasks run without locks and without a ledger",
-    )
-
-
-def close_idle_sessions(**_: object) -> None:
-    """Close the idle lock sessions of this process; also a receiver of Celery's signals."""
-    for _config, stack in list(_stacks.values()):
-        stack.close()
-
-
-# Billiard ends its processes by os._exit, so nothing else would say good-bye to the server.
-signals.worker_process_shutdown.connect(close_idle_sessions, weak=False)
-signals.worker_shutdown.connect(close_idle_sessions, weak=False)
-
-
-def _stack(config: settings.Settings, level: sessions.Level, node: str) -> sessions.Stack:
-    # The settings are kept beside the stack, so that their id() is not given to others.
-    key = (id(config), config.schema, level)
-    found = _stacks.get(key)
-    if found is None:
-        plan = sessions.Plan(
-            target=config.target(),
-            level=level,
-            application=f"pglock:idle@{node}",
-            lost_after=config.lost_after,
-        )
-        found = _stacks.setdefault(key, (config, sessions.Stack(plan)))
-    return found[1]
-
 
 def _node(task: celery.Task[..., Any]) -> str:
     hostname = task.request.hostname or socket.gethostname()
     return f"{hostname}:{os.getpid()}"
-
-
-def _once(event: str, about: str, text: str, *args: str) -> None:
-    if (event, about) not in _told:
-        _told.add((event, about))
-        events.warn(event, text, *args)

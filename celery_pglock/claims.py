@@ -7,7 +7,7 @@ import datetime as dt
 import uuid
 from typing import Final, Literal
 
-Refusal = Literal["closed", "exhausted", "running", "held", "moved"]
+Refusal = Literal["closed", "exhausted", "running", "held", "moved", "stale"]
 Status = Literal["done", "failed", "retrying"]
 
 Window = tuple[dt.datetime, dt.datetime]
@@ -32,6 +32,8 @@ class Work:
         due_at: the due instant, where there is one.
         entry: the schedule entry, where there is one.
         term: the leader's term in which the message was sent, where there is one.
+        seen: with a rescue copy, how many attempts the row had when it was sent.
+        again: that copy was delivered before, so a run that died may have been its own.
         origin: job and period of the beat's own row, where a calendar rule records the run
             under another; it is closed together with the run.
     """
@@ -48,6 +50,8 @@ class Work:
     due_at: dt.datetime | None = None
     entry: str | None = None
     term: int | None = None
+    seen: int | None = None
+    again: bool = False
     origin: tuple[str, str] | None = None
 
     @property
@@ -136,7 +140,8 @@ class Refused:
     Attributes:
         kind: ``closed`` (settled for good), ``exhausted`` (given up by this very claim),
             ``running`` (this period is being run), ``held`` (another run has the lock name),
-            ``moved`` (the server's clock is outside the period that was asked for).
+            ``moved`` (the server's clock is outside the period that was asked for), ``stale``
+            (due longer ago than history is kept, and there is no row that could tell).
         before: the row as it was, or None.
         now: the server's clock, with ``moved``.
         lost_attempts: with ``exhausted``, how many attempts died.

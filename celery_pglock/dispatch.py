@@ -6,8 +6,12 @@ leader later, or by the next one first of all.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store
@@ -21,6 +25,35 @@ _LONGEST_HELD_BACK: Final = 60.0
 _BROKER: Final = ""  # the broker's own back-off; no entry has an empty name
 
 
+_Failed = tuple[schedule_store.Occurrence, BaseException]
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Have the signals that stop a beat wait for the end of the block, which must not be long.
+
+    Celery's handler ends the process where it stands: between the broker's answer and its
+    record, what was sent would be sent once more by the next leader. Masking the signal would
+    not do: another thread may be given it, and Python handles it in this one all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for each, handler in handlers.items():
+        if handler is not None:
+            signal.signal(each, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            if handler is not None:
+                signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
 class Dispatcher:
     """Sends what is due, over one leadership.
 
@@ -30,6 +63,7 @@ class Dispatcher:
         store: where claims are kept.
         publisher: the connection to the broker.
         publish: hands one message to the broker and returns what went wrong, or None.
+        sent: called for each occurrence whose message is confirmed.
     """
 
     def __init__(
@@ -39,15 +73,20 @@ class Dispatcher:
         store: schedule_store.ScheduleStore,
         publisher: publishing.Publisher,
         publish: Callable[[schedule_store.Occurrence], BaseException | None],
+        *,
+        sent: Callable[[schedule_store.Occurrence], None],
     ) -> None:
         self._candidate = candidate
         self._agenda = plan
         self._store = store
         self._publisher = publisher
         self._publish = publish
+        self._sent = sent
         # While the broker does not answer nothing is sent; an entry whose own message is at
         # fault is held back alone. Both by the monotonic clock.
         self._broken_until = 0.0
+        #: How many messages in a row the broker did not take.
+        self.failures = 0
         self._held_back: dict[str, float] = {}
         self._back_off: dict[str, float] = {}
 
@@ -58,6 +97,7 @@ class Dispatcher:
             LeadershipLost: in the middle; the next leader publishes the rest.
         """
         self._broken_until = 0.0
+        self.failures = 0
         self._held_back, self._back_off = {}, {}
         self._send(self._ready())
 
@@ -78,29 +118,65 @@ class Dispatcher:
                 due = self._agenda.pop(candidate.now(), _CHUNK)
                 self._pass_over()
                 if due:
-                    self._claim(due)
-                    self._send(due)
-        if candidate.feed_in <= 0:
-            candidate.confirm()
+                    self._send(self._claim(due))
+        candidate.feed()
         return self._rest(at_most)
 
-    def _claim(self, due: list[schedule_store.Occurrence]) -> None:
+    def learn_of_pauses(self) -> None:
+        """Read which entries are paused or resumed, because somebody has told of a change.
+
+        Raises:
+            LeadershipLost: as ``work`` does.
+        """
+        self._agenda.pause(self._store.paused(), self._candidate.now())
+        self._pass_over()
+
+    def forget(self, name: str) -> None:
+        """Hold an entry back no longer whose message was at fault: it is edited, or gone."""
+        self._held_back.pop(name, None)
+        self._back_off.pop(name, None)
+
+    def _claim(self, due: list[schedule_store.Occurrence]) -> list[schedule_store.Occurrence]:
         candidate = self._candidate
-        claimed = self._store.claim(due, candidate.term or 0)
-        self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in due})
+        entries = self._store.claim(due, candidate.term or 0)
+        claimed = [occurrence for occurrence in due if occurrence.entry in entries]
+        self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in claimed})
         if len(claimed) < len(due):
-            # The rows say something else than this process believes: another term reads them.
-            raise candidate.lose("its entries were changed by somebody else")
-        for occurrence in due:
+            self._put_back([occurrence for occurrence in due if occurrence.entry not in entries])
+        for occurrence in claimed:
             if occurrence.missed:
                 beat_events.missed(occurrence)
+        return claimed
+
+    def _put_back(self, refused: list[schedule_store.Occurrence]) -> None:
+        """Plan anew what could not be claimed, because its entry was paused or edited meanwhile."""
+        stored = self._store.load([occurrence.entry for occurrence in refused])
+        paused = {}
+        for occurrence in refused:
+            row = stored.get(occurrence.entry)
+            if occurrence.revision is not None and (
+                row is None or row.revision != occurrence.revision
+            ):
+                # Somebody has told of it, but that is not here yet.
+                self._candidate.edited.add(occurrence.entry)
+            elif row is None or row.paused_until is None or row.paused_until <= occurrence.due_at:
+                # The rows say something else than this process believes: another term
+                # reads them.
+                raise self._candidate.lose("its entries were changed by somebody else")
+            else:
+                paused[occurrence.entry] = row.paused_until
+            self._agenda.put_back(occurrence)
+        self._agenda.pause(paused, self._candidate.now())
 
     def _pass_over(self) -> None:
         passed, self._agenda.passed_over = self._agenda.passed_over, []
         if passed:
             self._store.pass_over(passed, self._candidate.term or 0)
             for entry in passed:
-                beat_events.missed(entry)
+                if entry.missed:
+                    beat_events.missed(entry)
+                else:
+                    beat_events.paused(entry)
 
     def _ready(self) -> list[schedule_store.Occurrence]:
         now = time.monotonic()
@@ -110,7 +186,7 @@ class Dispatcher:
             if self._held_back.get(entry, 0.0) <= now
         ]
 
-    def _send(self, claimed: list[schedule_store.Occurrence]) -> None:
+    def _send(self, claimed: Iterable[schedule_store.Occurrence]) -> None:
         """Publish claimed occurrences in their order and confirm them.
 
         What is not sent stays claimed and is published again later: by the next tick, when a
@@ -119,38 +195,88 @@ class Dispatcher:
         Raises:
             LeadershipLost: in the middle; the next leader publishes the rest.
         """
+        until = time.monotonic() + self._candidate.lease / 4
+        waiting = collections.deque(claimed)
+        while waiting and time.monotonic() < until:
+            if not self._send_batch(waiting, until):
+                break
+
+    def _send_batch(
+        self, waiting: collections.deque[schedule_store.Occurrence], until: float
+    ) -> bool:
+        """Publish the first of those that wait, and confirm them; return whether to go on.
+
+        Where the transport can, they are handed over together, at the end of the batch. If
+        that fails, or if it is not reached, each of them is in doubt, which is the same as
+        unsent: it stays claimed.
+        """
         candidate = self._candidate
-        sent: list[schedule_store.Occurrence] = []
-        started = time.monotonic()
-        confirm_at = started + _CONFIRM_WITHIN
+        batch = self._publisher.batch()
         try:
-            for occurrence in claimed:
-                if not candidate.held or candidate.feed_in <= 0:
-                    candidate.confirm()
-                failure = self._publish(occurrence)
-                if failure is None:
-                    sent.append(occurrence)
-                elif self._put_off(occurrence, failure):
-                    break
-                now = time.monotonic()
-                if len(sent) >= _CONFIRM_EVERY or (sent and now >= confirm_at):
-                    batch, sent = sent, []
-                    self._confirm(batch)
-                    confirm_at = time.monotonic() + _CONFIRM_WITHIN
-                if now >= started + candidate.lease / 4:
-                    break
-        finally:
-            # Also when a signal ends this process in the middle of the next publication.
-            if sent and candidate.leading:
+            batch.begin()
+        except Exception as error:  # noqa: BLE001 - each transport raises its own
+            return not self._put_off(waiting[0], error)
+        until = min(until, time.monotonic() + _CONFIRM_WITHIN)
+        sent: list[schedule_store.Occurrence] = []
+        with batch:
+            try:
+                failed = self._fill(sent, waiting, until)
+                # It is handed over now, and this process may have been frozen since it was asked.
+                candidate.ensure()
+            except BaseException:
+                # A signal that ends this process in the middle of a publication, for instance.
+                if candidate.leading and not batch.gives_up:
+                    self._finish(batch, sent)
+                raise
+            lost = self._finish(batch, sent)
+        if lost is not None and not self._publisher.broke(lost):
+            # Also when publishing one of them has failed: the broker may have meant another.
+            self._publisher.one_by_one()
+            return True
+        if lost is not None and failed is None:
+            failed = sent[0], lost
+        return failed is None or not self._put_off(*failed)
+
+    def _finish(
+        self, batch: publishing.Batch, sent: list[schedule_store.Occurrence]
+    ) -> Exception | None:
+        """Hand over a batch and confirm it; return what went wrong with it, or None."""
+        with _undisturbed():
+            try:
+                batch.hand_over()
+            except Exception as error:  # noqa: BLE001 - each transport raises its own
+                return error
+            if sent:
                 self._confirm(sent)
+        return None
+
+    def _fill(
+        self,
+        sent: list[schedule_store.Occurrence],
+        waiting: collections.deque[schedule_store.Occurrence],
+        until: float,
+    ) -> _Failed | None:
+        """Publish some of those that wait; return the one that could not be, and why."""
+        candidate = self._candidate
+        while waiting and len(sent) < _CONFIRM_EVERY:
+            if sent and time.monotonic() >= until:
+                break
+            candidate.ensure()
+            occurrence = waiting.popleft()
+            if (failure := self._publish(occurrence)) is not None:
+                return occurrence, failure
+            sent.append(occurrence)
+        return None
 
     def _confirm(self, sent: list[schedule_store.Occurrence]) -> None:
         self._store.confirm(sent)
+        self.failures = 0
         for occurrence in sent:
             self._agenda.sent(occurrence)
             for name in (_BROKER, occurrence.entry):
                 self._back_off.pop(name, None)
                 self._held_back.pop(name, None)
+            self._sent(occurrence)
             beat_events.sent(occurrence)
 
     def _put_off(self, occurrence: schedule_store.Occurrence, failure: BaseException) -> bool:
@@ -163,10 +289,11 @@ class Dispatcher:
         again_in = min(longest, max(_BACK_OFF, self._back_off.get(name, 0.0) * 2))
         self._back_off[name] = again_in
         if broken:
+            self.failures += 1
             self._broken_until = time.monotonic() + again_in
         else:
             self._held_back[name] = time.monotonic() + again_in
-        beat_events.not_sent(occurrence, f"{type(failure).__name__}: {failure}", again_in)
+        beat_events.not_sent(occurrence, publishing.told(failure), again_in)
         return broken
 
     def _rest(self, at_most: float) -> float:

@@ -18,6 +18,10 @@ class ConfigurationError(PGLockError):
     """A setting, a task option or a lock name is wrong; the sentence says which and what to do."""
 
 
+class ReadOnlyByDefault(ConfigurationError):
+    """The role or the database makes transactions read-only, so nothing could be recorded."""
+
+
 class DatabaseUnavailable(PGLockError):
     """PostgreSQL could not be reached, so nothing is known about the lock.
 
@@ -126,6 +130,8 @@ class JobSkipped(LockNotAcquired):
 class LockLost(PGLockError):
     """The session that held the locks is gone, or another attempt has taken the period over.
 
+    With ``lock_lost="raise"`` it is also what interrupts a body in the main thread.
+
     Args:
         job: the job that was running.
         period: its period, or None.
@@ -228,6 +234,45 @@ class LeadershipLost(PGLockError):
         return (
             f'leadership of namespace "{self.namespace}", term {self.term}, is lost: '
             f"{self.reason}; nothing more is sent until it is won again"
+        )
+
+
+class RerunRefused(PGLockError):
+    """A period was not opened again; nothing was changed and nothing was sent.
+
+    Args:
+        job: ``<namespace>:<name>``.
+        period: its label.
+        reason: why, and what to do.
+    """
+
+    def __init__(self, job: str, period: str, reason: str) -> None:
+        super().__init__(job, period, reason)
+        self.job = job
+        self.period = period
+        self.reason = reason
+
+    @override
+    def __str__(self) -> str:
+        return f'job "{self.job}", period "{self.period}" is not run again: {self.reason}'
+
+
+class EntryChanged(PGLockError):
+    """A schedule entry was not saved, because it is not what was read; nothing was written.
+
+    Args:
+        entry: its name.
+    """
+
+    def __init__(self, entry: str) -> None:
+        super().__init__(entry)
+        self.entry = entry
+
+    @override
+    def __str__(self) -> str:
+        return (
+            f"entry {self.entry!r} was changed or deleted by somebody else since it was read; read "
+            f"it again with Entry.get({self.entry!r}) and make your change to that"
         )
 
 

@@ -15,7 +15,7 @@ from celery.utils.dispatch import Signal
 if TYPE_CHECKING:
     import celery
 
-    from celery_pglock import claims, errors, runs
+    from celery_pglock import claims, errors, holds, runs
 
 _log: Final = logging.getLogger("celery_pglock.task")
 
@@ -34,7 +34,8 @@ run_postponed = Signal(
     name="run_postponed",
     providing_args=["job", "period", "reason", "number", "countdown", "task_id"],
 )
-#: Sent when a run is found to have lost its locks. Arguments: ``job``, ``period``, ``reason``.
+#: Sent when a run has lost its locks, by whatever thread notices, while the body may still
+#: be working. Arguments: ``job``, ``period``, ``reason``.
 lock_lost = Signal(name="lock_lost", providing_args=["job", "period", "reason"])
 
 
@@ -169,12 +170,41 @@ def dropped(work: claims.Work, reason: str) -> None:
     )
 
 
-def lost(task: celery.Task[..., Any], error: errors.LockLost) -> None:
-    """Tell that a run lost its locks."""
+def lost(
+    task: celery.Task[..., Any] | None,
+    error: errors.LockLost,
+    run: runs.Run | None,
+    loss: holds.Loss | None,
+) -> None:
+    """Tell that a run lost its locks; without ``loss`` it was noticed only at the end."""
     _log.error(
-        "%s", error, extra=_fields("lock_lost", error.job, error.period, reason=error.reason)
+        "%s%s",
+        error,
+        ""
+        if loss is None
+        else f" (server process {loss.backend_pid}, last proven {loss.silent_for:.1f} s ago)",
+        extra=_fields(
+            "lock_lost",
+            error.job,
+            error.period,
+            reason=error.reason,
+            lock_key=None if run is None else run.key,
+            backend_pid=None if loss is None else loss.backend_pid,
+            silent_for=None if loss is None else round(loss.silent_for, 3),
+        ),
     )
     lock_lost.send(sender=task, job=error.job, period=error.period, reason=error.reason)
+
+
+def long(run: runs.Run, seconds: float) -> None:
+    """Tell, while it lasts, that a run at transaction level is a long transaction."""
+    _log.warning(
+        "run of %s has been a transaction for %.0f s: until it ends, vacuum may be held back and "
+        'CREATE INDEX CONCURRENTLY may wait; make it shorter, or use lock_level="session"',
+        _named(run.job, run.period),
+        seconds,
+        extra=_fields("transaction_long", run.job, run.period, seconds=round(seconds, 3)),
+    )
 
 
 def warn(event: str, text: str, *args: str) -> None:

@@ -13,60 +13,26 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
-import psycopg
-import sqlalchemy as sa
-
-from celery_pglock import claims, errors, runs, schema, sessions, settling, transactions
+from celery_pglock import (
+    attempts,
+    claims,
+    errors,
+    runs,
+    schema,
+    session_runs,
+    sessions,
+    settling,
+    stacks,
+    transaction_runs,
+    transactions,
+)
 
 T = TypeVar("T")
 
 _POLL: Final = 0.05
 _LONGEST_POLL: Final = 0.5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ran(Generic[T]):
-    """The body ran and its period is recorded as done.
-
-    Attributes:
-        value: what the body returned.
-        run: the run.
-        lost: why the lock is known to have been lost, when ``lost`` is tolerated.
-    """
-
-    value: T
-    run: runs.Run
-    lost: errors.LockLost | None = None
-
-
-class _Loan:
-    """A session of the stack, for as long as it is ours.
-
-    Once given back it may be another thread's, so whatever is raised after that, a body's own
-    exception above all, must not close it here: that would end the other run's locks.
-    """
-
-    def __init__(self, stack: sessions.Stack) -> None:
-        self._stack = stack
-        self._session: sessions.Session | None = None
-
-    def take(self) -> sessions.Session:
-        """Take a session; raises what ``Stack.take`` raises."""
-        self._session = self._stack.take()
-        return self._session
-
-    def give_back(self) -> None:
-        """Give the session back, which holds nothing any more."""
-        session, self._session = self._session, None
-        if session is not None:
-            self._stack.give(session)
-
-    def close(self) -> None:
-        """Close the session unless it has been given back."""
-        if self._session is not None:
-            self._session.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +42,14 @@ class Executor:
     Attributes:
         stack: where lock sessions come from; its level is the level of the runs.
         records: the ledger, or what stands for it when only the name lock is wanted.
-        classify: what a body's exception means.
-        started: called under the locks, before the body; must not raise.
-        tolerate_loss: a lock that was lost without anybody noticing is no error of the run.
+        terms: what is done about what happens to a body.
+        transact: makes the transaction of a run at transaction level.
     """
 
-    stack: sessions.Stack
+    stack: stacks.Stack
     records: transactions.Records
-    classify: Callable[[BaseException], claims.Verdict]
-    started: Callable[[runs.Run], None] = lambda _: None
-    tolerate_loss: bool = False
+    terms: attempts.Terms
+    transact: transactions.Begin = transactions.WorkingTransaction
 
     def execute(
         self,
@@ -94,7 +58,7 @@ class Executor:
         *,
         patience: Callable[[claims.Refused], float] = lambda _: 0.0,
         window: claims.Window | None = None,
-    ) -> Ran[T] | claims.Refused:
+    ) -> attempts.Ran[T] | claims.Refused:
         """Run ``body`` if the period is to be had, and record what came of it.
 
         Args:
@@ -117,7 +81,7 @@ class Executor:
         pause = _POLL
         claim = uuid.uuid4()
         while True:
-            loan = _Loan(self.stack)
+            loan = stacks.Loan(self.stack)
             try:
                 session, answer = self._claim(loan, work, claim, window)
                 if isinstance(answer, claims.Claimed):
@@ -141,28 +105,20 @@ class Executor:
             time.sleep(min(pause, left))
             pause = min(pause * 2, _LONGEST_POLL)
 
-    @property
-    def _settlement(self) -> settling.Settlement:
-        return settling.Settlement(stack=self.stack, records=self.records)
-
     def tell(self, act: Callable[[sessions.Session], T]) -> T:
         """Run a ledger statement over a session of the stack, for instance to record a skip.
 
         Raises:
             DatabaseUnavailable, SchemaError: as ``execute`` does.
         """
-        session = self.stack.take()
-        try:
-            with schema.translated(session.target, self.records.schema):
-                result = act(session)
-        except BaseException:
-            session.close()
-            raise
-        self.stack.give(session)
-        return result
+        with (
+            self.stack.lent() as session,
+            schema.translated(session.target, self.records.schema),
+        ):
+            return act(session)
 
     def _claim(
-        self, loan: _Loan, work: claims.Work, claim: uuid.UUID, window: claims.Window | None
+        self, loan: stacks.Loan, work: claims.Work, claim: uuid.UUID, window: claims.Window | None
     ) -> tuple[sessions.Session, claims.Claimed | claims.Refused]:
         for last in (False, True):
             session = loan.take()
@@ -175,225 +131,34 @@ class Executor:
                 if last:
                     raise
                 self.stack.close()
+            except BaseException as struck:
+                if isinstance(struck, errors.PGLockError) and not attempts.struck_by(struck, work):
+                    raise
+                # Whether the server has done it is not known: the claim itself tells.
+                session.close()
+                settling.Settlement(stack=self.stack, records=self.records).failure(
+                    work, claim, self.terms.classify(struck), struck, patience=0
+                )
+                raise
         raise AssertionError
 
     def _run(
         self,
-        loan: _Loan,
+        loan: stacks.Loan,
         session: sessions.Session,
         work: claims.Work,
         claimed: claims.Claimed,
         body: Callable[[runs.Run], T],
-    ) -> Ran[T] | claims.Refused:
+    ) -> attempts.Ran[T] | claims.Refused:
+        attempt = attempts.Attempt(
+            loan=loan,
+            session=session,
+            records=self.records,
+            work=work,
+            claimed=claimed,
+            terms=self.terms,
+            settlement=settling.Settlement(stack=self.stack, records=self.records),
+        )
         if session.level == "session":
-            return self._run_at_session_level(loan, session, work, claimed, body)
-        return self._run_at_transaction_level(loan, session, work, claimed, body)
-
-    def _run_at_session_level(
-        self,
-        loan: _Loan,
-        session: sessions.Session,
-        work: claims.Work,
-        claimed: claims.Claimed,
-        body: Callable[[runs.Run], T],
-    ) -> Ran[T]:
-        run = runs.Run(
-            name=work.name,
-            key=work.name_key,
-            level="session",
-            job=work.job,
-            period=work.period,
-            due=work.due_at,
-            attempt=claimed.attempt,
-            term=work.term,
-            lost_attempts=claimed.lost_attempts,
-            _held=lambda: session.alive,
-            _prove=lambda: _prove(session),
-        )
-        try:
-            with runs.entered(run):
-                self.started(run)
-                value = body(run)
-        except BaseException as error:
-            self._settle_failure(loan, session, work, claimed.claim, self.classify(error))
-            raise
-        lost = self._settle_success(loan, session, work, claimed.claim)
-        return Ran(value, run, lost)
-
-    def _settle_success(
-        self, loan: _Loan, session: sessions.Session, work: claims.Work, claim: uuid.UUID
-    ) -> errors.LockLost | None:
-        try:
-            try:
-                settled = self.records.settle(session, work, claim, "done")
-                settled = settled or self._is_done(session, work, claim)
-            except (psycopg.Error, errors.LockLost) as error:
-                settled = self._settlement.outcome(
-                    work, claim, claims.Verdict(status="done"), error
-                )
-            except BaseException as interruption:
-                # A time limit or a stop that struck after the body had ended: what is done is
-                # recorded before anything else.
-                session.close()
-                if not self._settlement.outcome(
-                    work, claim, claims.Verdict(status="done"), interruption
-                ):
-                    raise
-                settled = True
-        except BaseException:
-            loan.close()
-            raise
-        if settled:
-            loan.give_back()
-            return None
-        session.close()
-        lost = errors.LockLost(
-            work.job,
-            work.period,
-            "another attempt has taken the period over"
-            if work.period is not None
-            else "its session ended before the body did",
-        )
-        if not self.tolerate_loss:
-            raise lost
-        return lost
-
-    def _is_done(self, session: sessions.Session, work: claims.Work, claim: uuid.UUID) -> bool:
-        return (
-            not session.connection.closed
-            and self.records.settled_as(session, work, claim) == "done"
-        )
-
-    def _settle_failure(
-        self,
-        loan: _Loan,
-        session: sessions.Session,
-        work: claims.Work,
-        claim: uuid.UUID,
-        verdict: claims.Verdict,
-    ) -> None:
-        """Record a body's exception; whatever goes wrong here must not hide that exception."""
-        try:
-            self.records.settle(
-                session,
-                work,
-                claim,
-                verdict.status,
-                reason=verdict.reason,
-                error=verdict.error,
-                retry_in=verdict.retry_in,
-            )
-            loan.give_back()
-        except (psycopg.Error, errors.LockLost) as error:
-            session.close()
-            self._settlement.failure(work, claim, verdict, error)
-        except BaseException:
-            loan.close()
-            raise
-
-    def _run_at_transaction_level(
-        self,
-        loan: _Loan,
-        session: sessions.Session,
-        work: claims.Work,
-        claimed: claims.Claimed,
-        body: Callable[[runs.Run], T],
-    ) -> Ran[T] | claims.Refused:
-        transaction = transactions.WorkingTransaction(session, self.records, work, claimed.claim)
-        with schema.translated(session.target, self.records.schema):
-            refusal = transaction.begin()
-            if refusal is not None:
-                # Between the claim and the locks somebody else was quicker. The row is ours
-                # no longer when it was this period, and waits again when it was another.
-                self.records.give_back(session, work, claimed.claim, "lock taken before start")
-                return claims.Refused(refusal, self.records.read(session, work))
-        run = runs.Run(
-            name=work.name,
-            key=work.name_key,
-            level="transaction",
-            job=work.job,
-            period=work.period,
-            due=work.due_at,
-            attempt=claimed.attempt,
-            term=work.term,
-            lost_attempts=claimed.lost_attempts,
-            _connection=transaction.connection,
-            _held=lambda: transaction.open,
-            _prove=lambda: None if transaction.open else "its transaction has ended",
-        )
-        try:
-            with runs.entered(run):
-                self.started(run)
-                value = body(run)
-        except BaseException as error:
-            verdict = self.classify(error)
-            if verdict.keep:
-                self._commit(loan, transaction, work, claimed.claim)
-            else:
-                self._abandon(loan, transaction, work, claimed.claim, verdict)
-            raise
-        self._commit(loan, transaction, work, claimed.claim)
-        return Ran(value, run)
-
-    def _commit(
-        self,
-        loan: _Loan,
-        transaction: transactions.WorkingTransaction,
-        work: claims.Work,
-        claim: uuid.UUID,
-    ) -> None:
-        try:
-            committed = transaction.complete()
-        except errors.TransactionEnded as ended:
-            verdict = claims.Verdict(status="failed", reason="transaction ended", error=str(ended))
-            self._abandon(loan, transaction, work, claim, verdict)
-            raise
-        except (psycopg.Error, sa.exc.DBAPIError) as error:
-            if transaction.commit_sent and self._settlement.was_committed(work, claim, error):
-                return
-            lost = errors.LockLost(work.job, work.period, "its session was ended by the server")
-            if not transaction.commit_sent:
-                verdict = claims.Verdict(status="failed", reason="lock lost", error=str(lost))
-                self._settlement.failure(work, claim, verdict, error)
-            raise lost from error
-        except BaseException as interruption:
-            if transaction.commit_sent and self._settlement.was_committed(
-                work, claim, interruption
-            ):
-                return
-            raise
-        if not committed:
-            loan.close()
-            raise errors.LockLost(
-                work.job, work.period, "another attempt has taken the period over"
-            )
-        loan.give_back()
-
-    def _abandon(
-        self,
-        loan: _Loan,
-        transaction: transactions.WorkingTransaction,
-        work: claims.Work,
-        claim: uuid.UUID,
-        verdict: claims.Verdict,
-    ) -> None:
-        try:
-            transaction.abandon(verdict.status, verdict.reason, verdict.error, verdict.retry_in)
-            loan.give_back()
-        except (psycopg.Error, errors.LockLost) as error:
-            loan.close()
-            self._settlement.failure(work, claim, verdict, error)
-        except BaseException:
-            loan.close()
-            raise
-
-
-def _prove(session: sessions.Session) -> str | None:
-    """Ask the server whether the session still is the one that took the locks."""
-    if not session.alive:
-        return "its session was ended by the server"
-    try:
-        answer = session.execute(b"select pg_catalog.pg_backend_pid() as pid")
-    except psycopg.Error as error:
-        return " ".join(str(error).split())
-    return None if answer.pid == session.pid else "its session was replaced by another"
+            return session_runs.SessionRun(attempt).run(body)
+        return transaction_runs.TransactionRun(attempt, self.transact).run(body)

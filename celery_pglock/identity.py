@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Callable
-from typing import cast
+from typing import ClassVar, cast
 
 from celery_pglock import claims, errors, messages, options, periods
 
@@ -24,6 +24,16 @@ class Identity:
     job: str
     period: str | None
     window: claims.Window | None = None
+
+
+class Clock:
+    """By which calendar periods are counted where a call has no due instant: by the server's.
+
+    Attributes:
+        instant: for tests (``testing.at``), another one in its place.
+    """
+
+    instant: ClassVar[dt.datetime | None] = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +90,7 @@ class Identifier:
         return self._by_clock(by_name, now)
 
     def _by_clock(self, job: str, now: dt.datetime | None) -> Identity:
+        now = Clock.instant or now
         if callable(self.rule) or now is not None:
             return Identity(job, self._label(now or self.server_now()))
         # This host's clock only guesses: the claim itself compares the server's clock with

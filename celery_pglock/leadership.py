@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import functools
+import os
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -40,51 +40,20 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from celery_pglock import connections, errors, keys, schema, sessions, tables
+from celery_pglock import (
+    clocks,
+    connections,
+    elections,
+    errors,
+    keys,
+    schema,
+    sessions,
+    stacks,
+    tables,
+)
 
 _SHORTEST_BACK_OFF: Final = 0.1
 _LONGEST_BACK_OFF: Final = 1.0
-
-_ELECT: Final = """
-with l as materialized (
- select pg_catalog.pg_try_advisory_lock(%(key)s::bigint) as got
-), p as materialized (
- select term, node, last_tick_at, resigned_at from {terms} where namespace = %(namespace)s::text
-), t as (
- insert into {terms} as t (namespace, term, node, backend_pid, elected_at, last_tick_at)
- select %(namespace)s::text, 1, %(node)s::text, pg_catalog.pg_backend_pid(),
-  pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
- from l where got
- on conflict (namespace) do update set term = t.term + 1, node = excluded.node,
-  backend_pid = excluded.backend_pid, elected_at = excluded.elected_at,
-  last_tick_at = excluded.last_tick_at, resigned_at = null
- returning term, elected_at
-)
-select l.got, t.term, t.elected_at, pg_catalog.clock_timestamp() as now, p.term as previous_term,
- p.node as previous_node, p.last_tick_at as previous_tick_at, p.resigned_at as previous_resigned_at,
- case when l.got then pg_catalog.set_config('application_name', %(application)s::text, false) end
-from l left join t on true left join p on true
-"""
-
-_CONFIRM: Final = """
-update {terms} set last_tick_at = pg_catalog.clock_timestamp()
-where namespace = %(namespace)s::text and term = %(term)s::bigint
-returning pg_catalog.clock_timestamp() as now
-"""
-
-# Committed before the lock is given back: a standby that wins it in the same instant reads the
-# row from a snapshot that is older than its lock, and would call the leader vanished.
-_RESIGN: Final = """
-update {terms} set resigned_at = pg_catalog.clock_timestamp(),
- last_tick_at = pg_catalog.clock_timestamp()
-where namespace = %(namespace)s::text and term = %(term)s::bigint
-"""
-# The unlock stands before the NOTIFY: the other way round the standbys wake too early, find
-# the lock taken and sleep for another poll.
-_GIVE_UP: Final = b"""
-with u as materialized (select pg_catalog.pg_advisory_unlock(%(key)s::bigint) as freed)
-select u.freed, pg_catalog.pg_notify(%(channel)s::text, '') from u
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +81,13 @@ class Elected:
         term: the number of this leadership.
         at: when, by the server's clock.
         before: the leader before, or None for the first one ever.
+        missed_until: what fell due up to then did so while nobody led; None: nothing did.
     """
 
     term: int
     at: dt.datetime
     before: Predecessor | None
+    missed_until: dt.datetime | None = None
 
 
 class Leadership:
@@ -135,6 +106,7 @@ class Leadership:
         schema_name: str = "pglock",
         poll: float = 0.5,
         lease: float = 10.0,
+        fingerprint: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.namespace = namespace
@@ -142,9 +114,17 @@ class Leadership:
         self.poll = poll
         self.lease = lease
         self.term: int | None = None
+        self.fingerprint = fingerprint
+        # What others have told: that entries were paused or resumed, which of them were edited,
+        # that this leader is to resign; and whether the leader that a standby found has another
+        # fingerprint.
+        self.entries_changed = False
+        self.edited: set[str] = set()
+        self.asked_to_resign = False
+        self.differs = False
         self._schema = schema_name
         self._key = keys.from_name(namespace, "beat", "leader")
-        self._channel = f"pglock_beat_{self._key & (2**64 - 1):016x}"
+        self._channel = elections.channel(namespace)
         self._monotonic = monotonic
         self._plan = sessions.Plan(
             target=target,
@@ -158,8 +138,7 @@ class Leadership:
         self._back_off = 0.0
         self._elected_at = float("-inf")
         self._told = False
-        # The server's clock at some moment of ours, carried on by the monotonic clock.
-        self._server_time: tuple[dt.datetime, float] | None = None
+        self.clock = clocks.ServerClock(monotonic)
         self._proved_at = self._confirmed_at = float("-inf")
 
     @property
@@ -177,18 +156,23 @@ class Leadership:
             self.term is not None
             and self._session is not None
             and not self._session.connection.closed
+            and self._session.owner == os.getpid()
             and self._monotonic() < self._proved_at + self.lease / 2
         )
 
-    @property
-    def idle(self) -> bool:
-        """Whether a statement may be sent: a session is there and in no other one."""
-        session = self._session
-        return (
-            session is not None
-            and not session.connection.closed
-            and session.connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
-        )
+    def ensure(self) -> None:
+        """Make sure that this beat leads, before messages are handed over.
+
+        Mostly without a round trip: the server is asked when the trust in its last answer has
+        run out, when it is time for a sign of life, and when something has come over the socket
+        that nobody has read: perhaps that the session was ended.
+
+        Raises:
+            LeadershipLost: it does not lead any more.
+        """
+        heard = self._session is not None and not self._session.alive
+        if heard or not self.held or self.feed_in <= 0:
+            self.confirm()
 
     @property
     def feed_in(self) -> float:
@@ -199,12 +183,18 @@ class Leadership:
         """
         return max(0.0, self._confirmed_at + self.lease / 4 - self._monotonic())
 
+    @property
+    def longest_take_over(self) -> dt.timedelta:
+        """For how long nobody may have led when one beat takes over from another that hangs.
+
+        After more than that nobody was there to lead.
+        """
+        # The last sign of life is up to a quarter of the lease older than the leader's end.
+        return dt.timedelta(seconds=1.25 * self.lease + 4 * self.poll)
+
     def now(self) -> dt.datetime:
         """Return the server's clock, carried on from the last statement that told it."""
-        if self._server_time is None:
-            return dt.datetime.now(dt.UTC)
-        moment, at = self._server_time
-        return moment + dt.timedelta(seconds=self._monotonic() - at)
+        return self.clock.now()
 
     def stand(self) -> Elected | None:
         """Wait until the next poll or a notification, try the lock once, return the result.
@@ -224,12 +214,14 @@ class Leadership:
             session = self._session or self._open()
             with schema.translated(session.target, self._schema):
                 row = session.execute(
-                    _statement(_ELECT, self._schema),
+                    tables.statement(elections.ELECT, self._schema),
                     {
                         "key": self._key,
                         "namespace": self.namespace,
                         "node": self.node,
                         "application": self._application("leader"),
+                        "fingerprint": self.fingerprint,
+                        "take_over": self.longest_take_over.total_seconds(),
                     },
                 )
         except errors.PGLockError:
@@ -237,11 +229,17 @@ class Leadership:
             self._try_later()
             raise
         if not row.got:
+            self.clock.read(row.now, started)
             self._back_off = 0.0
+            # Whoever takes over reads all of them.
+            self.edited.clear()
+            self.differs = row.previous_fingerprint not in (None, self.fingerprint)
             # A notification that came together with the answer is not on the socket any more.
             self._next_try = self._monotonic() + (0.0 if self._told else self.poll)
             return None
         session.held.add(self._key)
+        self.entries_changed = self.asked_to_resign = self.differs = False
+        self.edited.clear()
         self.term = row.term
         self._proved(started, row.now)
         self._elected_at = self._confirmed_at = started
@@ -253,7 +251,7 @@ class Leadership:
                 row.previous_tick_at,
                 row.previous_resigned_at,
             )
-        return Elected(row.term, row.elected_at, before)
+        return Elected(row.term, row.elected_at, before, row.missed_until)
 
     def execute(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> list[Any]:
         """Run a leader's statement over the lock's own session, which also feeds the lease.
@@ -270,7 +268,7 @@ class Leadership:
             rows = self._session.rows(query, parameters)
         except psycopg.Error as error:
             raise self.lose(" ".join(str(error).split())) from None
-        except BaseException:
+        except Exception:
             self._drop()
             raise
         # The last row: the first may be much older than the answer.
@@ -285,9 +283,41 @@ class Leadership:
         """
         parameters = {"namespace": self.namespace, "term": self.term}
         started = self._monotonic()
-        if not self.execute(_statement(_CONFIRM, self._schema), parameters):
+        if not self.execute(tables.statement(elections.CONFIRM, self._schema), parameters):
             raise self.lose("another term has begun")
         self._confirmed_at = started
+
+    def feed(self) -> None:
+        """Confirm if it is time for that; to be called now and then in whatever takes long.
+
+        Raises:
+            LeadershipLost: as ``confirm`` does.
+        """
+        if self.feed_in <= 0:
+            self.confirm()
+
+    def listen(self) -> None:
+        """Read what others have told this leader, if there is anything; else no statement.
+
+        Raises:
+            LeadershipLost: the session has ended, which shows on its socket too.
+        """
+        if self._session is not None and not self._session.alive:
+            self.confirm()
+
+    def has_standby(self) -> bool:
+        """Whether another beat of this namespace stands by.
+
+        Raises:
+            LeadershipLost: as ``execute`` does.
+        """
+        beginning = elections.application("standby", self.namespace)
+        return bool(self.execute(elections.STANDBYS, {"application": beginning})[0].standbys)
+
+    def stand_back(self) -> None:
+        """Resign and let others win the next two polls."""
+        self.resign()
+        self._next_try = self._monotonic() + 2.5 * self.poll
 
     def lose(self, reason: str) -> errors.LeadershipLost:
         """Close the session, which frees the lock, and return the error to raise.
@@ -307,17 +337,20 @@ class Leadership:
     def resign(self) -> bool:
         """Give the lock back, tell the standbys, close the session; return whether it was so.
 
-        When a statement was interrupted the session is only closed: the server then frees the
-        lock by itself, and a standby finds it at its next poll.
+        When the server does not answer the session is only closed: then it frees the lock by
+        itself, and a standby finds it at its next poll.
         """
         freed = False
-        if self.term is not None and self.idle and self._session is not None:
+        session = self._session
+        if self.term is not None and session is not None and not session.connection.closed:
             try:
-                self._session.execute(
-                    _statement(_RESIGN, self._schema),
+                session.execute(
+                    tables.statement(elections.RESIGN, self._schema),
                     {"namespace": self.namespace, "term": self.term},
                 )
-                row = self._session.execute(_GIVE_UP, {"key": self._key, "channel": self._channel})
+                row = session.execute(
+                    elections.GIVE_UP, {"key": self._key, "channel": self._channel}
+                )
                 freed = bool(row.freed)
             except psycopg.Error:
                 freed = False
@@ -337,18 +370,27 @@ class Leadership:
         poller.poll(left * 1000)
 
     def _open(self) -> sessions.Session:
-        session = sessions.open_session(self._plan)
+        session = stacks.open_session(self._plan)
         try:
             session.execute(sql.SQL("listen {}").format(sql.Identifier(self._channel)).as_bytes())
         except psycopg.Error as error:
             session.close()
             raise errors.DatabaseUnavailable(session.target, " ".join(str(error).split())) from None
         session.connection.add_notify_handler(self._notified)
+        session.outlives_exit = True
         self._session = session
         return session
 
-    def _notified(self, _: psycopg.Notify) -> None:
-        self._told = True
+    def _notified(self, notification: psycopg.Notify) -> None:
+        payload = notification.payload
+        if payload == "entries":
+            self.entries_changed = True
+        elif payload == "resign":
+            self.asked_to_resign = True
+        elif payload.startswith(elections.EDITED):
+            self.edited.add(payload.removeprefix(elections.EDITED))
+        else:
+            self._told = True
 
     def _try_later(self) -> None:
         self._back_off = min(_LONGEST_BACK_OFF, max(_SHORTEST_BACK_OFF, self._back_off * 2))
@@ -357,9 +399,7 @@ class Leadership:
     def _proved(self, started: float, now: dt.datetime | None) -> None:
         self._proved_at = started
         if now is not None:
-            # Taken at the end of the round trip, the clock can only be late by it, never
-            # early: an occurrence is not sent before it is due.
-            self._server_time = (now, self._monotonic())
+            self.clock.read(now, started)
 
     def _drop(self) -> None:
         self.term = None
@@ -369,9 +409,4 @@ class Leadership:
             session.close()
 
     def _application(self, role: str) -> str:
-        return f"pglock:{role}:{self.namespace}@{self.node}"[:63]
-
-
-@functools.cache
-def _statement(template: str, schema_name: str) -> bytes:
-    return sql.SQL(template).format(**tables.names(schema_name)).as_bytes()
+        return f"{elections.application(role, self.namespace)}{self.node}"[:63]

@@ -20,6 +20,7 @@ and ``missed``. A message never re-opens ``done``, ``skipped``, ``missed`` or an
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import uuid
 from typing import Any
 
@@ -29,10 +30,16 @@ from celery_pglock import claims, errors, locks, sessions, statements
 
 
 class Ledger:
-    """The statements over one schema's ``job_runs``; holds no connection and no state."""
+    """The statements over one schema's ``job_runs``; holds no connection and no state.
 
-    def __init__(self, schema: str = "pglock") -> None:
+    Args:
+        schema: where the tables are.
+        keep: for how many seconds history is kept (see ``retention``); None: for ever.
+    """
+
+    def __init__(self, schema: str = "pglock", keep: float | None = None) -> None:
         self.schema = schema
+        self.keep = None if keep is None else dt.timedelta(seconds=keep)
 
     def claim(
         self,
@@ -68,6 +75,9 @@ class Ledger:
             "until": until,
             "run_key": work.run_key,
             "max_lost": work.max_lost,
+            "seen": work.seen or 0,
+            "moved": _moved(work),
+            "keep": self.keep,
             "application": work.application,
         }
         query = statements.claim(self.schema, session.level)
@@ -79,7 +89,7 @@ class Ledger:
                     if session.level == "session":
                         session.held.update(wanted)
                     return claims.Claimed(claim, answer.attempt, answer.lost, before)
-                case "closed" | "exhausted" | "running" | "held" | "moved" as kind:
+                case "closed" | "exhausted" | "running" | "held" | "moved" | "stale" as kind:
                     return claims.Refused(kind, before, answer.now, answer.lost or 0)
                 case "changed":
                     # Somebody settled the row between this statement's snapshot and its lock:
@@ -152,10 +162,10 @@ class Ledger:
         return row.status if row is not None and row.claim == claim else None
 
     def ask_whose(
-        self, connection: psycopg.Connection[Any], work: claims.Work, claim: uuid.UUID
+        self, session: sessions.Session, work: claims.Work, claim: uuid.UUID
     ) -> psycopg.Cursor[Any]:
         """Ask, for instance in a pipeline, for one row if the claim is still ours."""
-        return connection.execute(
+        return session.cursor().execute(
             statements.statement(statements.STILL_MINE, self.schema),
             {"job": work.job, "period": work.period, "claim": claim},
         )
@@ -192,6 +202,50 @@ class Ledger:
             {**_origin(work), "reason": reason},
         )
 
+    def revoke(
+        self,
+        session: sessions.Session,
+        namespace: str,
+        task_id: str,
+        reason: str,
+        *,
+        running: bool,
+    ) -> None:
+        """Settle what waits for a message that is thrown away: ``skipped``, or ``failed``.
+
+        Args:
+            session: any session of this level.
+            namespace: of the application.
+            task_id: the message's id.
+            reason: why.
+            running: also a run in progress, because its process is being ended.
+        """
+        session.execute(
+            statements.statement(statements.REVOKE, self.schema),
+            {
+                "prefix": f"{namespace}:",
+                "task_id": task_id,
+                "reason": reason,
+                "running": running,
+            },
+        )
+
+    def seen(self, session: sessions.Session, work: claims.Work) -> int | None:
+        """Return by how many attempts a rescue copy of the beat's own row knows a new start.
+
+        Under a calendar rule its run has another row, which may have had attempts for other
+        occurrences. None: this occurrence itself has been started, or its row is settled.
+        """
+        answer = session.execute(
+            statements.statement(statements.ORIGIN, self.schema),
+            {"job": work.job, "period": work.period, **_origin(work)},
+        )
+        if answer.origin not in (None, "sent"):
+            return None
+        if answer.task_id == work.task_id and answer.status in ("running", "retrying"):
+            return None
+        return int(answer.attempts or 0)
+
     def read(self, session: sessions.Session, work: claims.Work) -> claims.Row | None:
         """Return the row of a period, or None."""
         answer = session.execute(
@@ -214,6 +268,17 @@ class Ledger:
             statements.statement(statements.HOLDER, self.schema), {"key": work.name_key}
         )
         return None if answer is None else claims.Holder(*answer)
+
+
+def _moved(work: claims.Work) -> str:
+    """Return the states in which a row with more attempts has no need of a rescue copy.
+
+    A row that is ``sent`` again after a claim was given back needs it. So does the run of a
+    copy that died with its worker, when the broker delivers that copy once more.
+    """
+    if work.seen is None:
+        return ""
+    return "retrying failed" if work.again else "running retrying failed"
 
 
 def _origin(work: claims.Work) -> dict[str, str | None]:

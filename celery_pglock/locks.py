@@ -30,6 +30,14 @@ HELD_BY: Final = sql.SQL(
     " and l.objid = (%(key)s::bigint & 4294967295)::oid"
 )
 
+# The keys of that form that anybody holds in this database, as they are written in rows.
+HELD_KEYS: Final = """
+select (l.classid::bigint << 32) | l.objid::bigint as key, l.pid from pg_catalog.pg_locks l
+where l.locktype = 'advisory' and l.objsubid = 1 and l.granted
+ and l.database = (select d.oid from pg_catalog.pg_database d
+  where d.datname = pg_catalog.current_database())
+"""
+
 _TRY: Final = (
     b"with l as materialized (select pg_catalog.pg_try_advisory_lock(%(key)s::bigint) as got)"
     b" select l.got, case when l.got then pg_catalog.set_config('application_name',"

@@ -6,6 +6,8 @@ in eager mode alike. They are plain JSON values:
 - ``pglock_job``, ``pglock_period``, ``pglock_due``, ``pglock_term``, ``pglock_entry``: set by
   the beat that sent the occurrence;
 - ``pglock_late``: set by a beat for occurrences that it sends several at a time;
+- ``pglock_seen``: set by a beat in a rescue copy: the attempts that the row had. The retries of
+  the run that it starts do not keep it;
 - ``pglock_fixed``: job and period have been settled on by a claim; retries, postponed and
   replaced copies keep them;
 - ``pglock_postponed``, ``pglock_postponed_since``: the number of a postponed copy, and when
@@ -60,6 +62,7 @@ class Delivery:
         entry: ``pglock_entry``.
         stock_beat: it was sent by a beat that knows nothing of celery-pglock.
         late: it is one of several that are made up for after a take-over or an outage.
+        seen: it is a rescue copy, sent when the row had so many attempts.
         expires: when the message expires.
     """
 
@@ -78,6 +81,7 @@ class Delivery:
     entry: str | None = None
     stock_beat: bool = False
     late: bool = False
+    seen: int | None = None
     expires: dt.datetime | None = None
 
     def repeats(self, row: claims.Row | None) -> bool:
@@ -130,6 +134,7 @@ def read(request: Context) -> Delivery:
         entry=headers.get("pglock_entry"),
         stock_beat=bool(headers.get("celery_beat_task")) and due is None,
         late=bool(headers.get("pglock_late")),
+        seen=headers.get("pglock_seen"),
         expires=_moment(request.expires),
     )
 
@@ -140,7 +145,8 @@ def fix(request: Context, work: claims.Work) -> None:
     Called when the body is about to begin, which is marked too.
     """
     setattr(request, _ENTERED, True)
-    request.headers = {**(request.headers or {}), **_headers(work)}
+    kept = {k: v for k, v in (request.headers or {}).items() if k != "pglock_seen"}
+    request.headers = {**kept, **_headers(work)}
 
 
 def carry(signature: Any, work_headers: Mapping[str, Any] | None) -> None:
@@ -242,12 +248,16 @@ def _headers(work: claims.Work) -> dict[str, Any]:
     return {name: value for name, value in headers.items() if value is not None}
 
 
-def _patience(task: celery.Task[..., Any]) -> float:
-    options = task.app.conf.broker_transport_options or {}
-    visibility = options.get("visibility_timeout", _DEFAULT_VISIBILITY)
+def visibility_timeout(app: celery.Celery, default: float = _DEFAULT_VISIBILITY) -> float:
+    """Return after how many seconds a broker delivers again what is not acknowledged."""
+    given = (app.conf.broker_transport_options or {}).get("visibility_timeout", default)
     with contextlib.suppress(TypeError, ValueError):
-        return max(0.2, float(visibility) / 3)
-    return _DEFAULT_VISIBILITY / 3
+        return float(given)
+    return default
+
+
+def _patience(task: celery.Task[..., Any]) -> float:
+    return max(0.2, visibility_timeout(task.app) / 3)
 
 
 def _moment(value: object) -> dt.datetime | None:

@@ -14,9 +14,11 @@ the gap.
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import datetime as dt
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Final, Protocol
 
@@ -26,6 +28,10 @@ _DAY: Final = dt.timedelta(days=1)
 # (1892, 1932); what has not come by then never will.
 _HORIZON: Final = dt.timedelta(days=366 * 41)
 _LOOK_BACK: Final = (*(dt.timedelta(days=days) for days in (1, 40, 400)), _HORIZON)
+# How long each month is at the most.
+_LONGEST: Final = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+# So many steps, at some 30 microseconds each, keep a leader within its lease.
+_MOST_STEPS: Final = 20_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,8 +56,20 @@ class Crontab:
     zone: dt.tzinfo
     elapsed: bool
 
+    @property
+    def comes(self) -> bool:
+        """Whether it is due at all: not on 30 February, nor where a field is empty.
+
+        A date that exists falls on every day of the week in some year.
+        """
+        return bool(self.minutes and self.hours and self.days_of_week) and any(
+            day <= _LONGEST[month - 1] for month in self.months for day in self.days_of_month
+        )
+
     def after(self, moment: dt.datetime) -> dt.datetime | None:
         """Return the first due instant after ``moment``, or None if there never is one."""
+        if not self.comes:
+            return None
         if self.elapsed:
             return _elapsed_after(self, moment)
         return _wall_clock_after(self, moment)
@@ -94,15 +112,32 @@ def newest(
     schedule: Schedule, since: dt.datetime, until: dt.datetime, count: int
 ) -> list[dt.datetime]:
     """Return the newest due instants in ``(since, until]``, at most ``count``, in their order."""
+    if not count:
+        return []
     if isinstance(schedule, Interval):
         oldest = max(since, until - schedule.every * (count + 1))
-        return list(between(schedule, oldest, until))[-count:] if count else []
+        return list(between(schedule, oldest, until))[-count:]
+    if not isinstance(schedule, Crontab):
+        return _newest_of_chain(schedule, since, until, count)
     found: list[dt.datetime] = []
     for back in _LOOK_BACK:
         found = list(between(schedule, max(since, until - back), until))
         if len(found) >= count or until - back <= since:
-            return found[-count:] if count else []
-    return found[-count:] if count else []
+            break
+    return found[-count:]
+
+
+def _newest_of_chain(
+    schedule: Schedule, since: dt.datetime, until: dt.datetime, count: int
+) -> list[dt.datetime]:
+    # Each may count from the one before: who starts elsewhere finds other instants.
+    walk = enumerate(itertools.islice(between(schedule, since, until), _MOST_STEPS), 1)
+    steps = collections.deque(walk, maxlen=count)
+    if not steps or steps[-1][0] < _MOST_STEPS:
+        return [due for _, due in steps]
+    # Too far: no further back from the end than those steps went from the beginning.
+    reach = steps[-1][1] - since
+    return list(collections.deque(between(schedule, until - reach, until), maxlen=count))
 
 
 def between(schedule: Schedule, since: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
@@ -148,8 +183,6 @@ def _on_wall_clock(crontab: Crontab, day: dt.date) -> tuple[dt.datetime, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _elapsed_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | None:
-    if not (crontab.minutes and crontab.hours):
-        return None  # without looking at each minute of so many years
     probe = moment.astimezone(dt.UTC).replace(second=0, microsecond=0) + _MINUTE
     last = probe + _HORIZON
     while probe <= last:
@@ -159,7 +192,8 @@ def _elapsed_after(crontab: Crontab, moment: dt.datetime) -> dt.datetime | None:
         elif local.hour not in crontab.hours:
             probe = _leap(probe, crontab.zone, 60 - local.minute)
         elif local.minute not in crontab.minutes:
-            probe += _MINUTE
+            following = min((m for m in crontab.minutes if m > local.minute), default=60)
+            probe = _leap(probe, crontab.zone, following - local.minute)
         else:
             return probe
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import celery
@@ -43,6 +43,20 @@ class Options:
     def value(self, name: str, defaults: Mapping[str, Any]) -> Any:
         """Return an option of this task, or the application's default."""
         return self.given[name] if name in self.given else defaults[name]
+
+    def recorded(self, defaults: Mapping[str, Any]) -> bool:
+        """Whether the runs of this task have rows in the ledger."""
+        return self.value("once_per", defaults) is not None
+
+    def plain_lock(self, namespace: str, task: str) -> tuple[str, int] | None:
+        """Return the lock name and its key before any argument has its say.
+
+        None where a function makes the name. With ``lock_by`` the name of a call is another.
+        """
+        name: LockName = self.given.get("lock_name", task)
+        if callable(name):
+            return None
+        return str(name), name if isinstance(name, int) else keys.from_name(namespace, "task", name)
 
     def lock(
         self,
@@ -87,6 +101,17 @@ class Options:
         if by:
             name = keys.with_arguments(name, {key: arguments[key] for key in by})
         return name, keys.from_name(namespace, "task", name)
+
+
+def locked(task: object) -> Options | None:
+    """Return the options of a task that takes locks, or None.
+
+    ``task_cls=LockedTask`` makes LockedTasks of Celery's own tasks too, some of which run many
+    times at once by design: they take none.
+    """
+    chosen = getattr(task, "_pglock_options", None)
+    name = str(getattr(task, "name", ""))
+    return chosen if isinstance(chosen, Options) and not name.startswith("celery.") else None
 
 
 def of(cls: type[celery.Task[..., Any]]) -> Options:
@@ -172,6 +197,7 @@ def _lock_by(value: object, signature: inspect.Signature, what: str) -> tuple[st
 
 def _refuse_misspelt(cls: type[celery.Task[..., Any]], where: str) -> None:
     known = dir(celery.Task)
+    others = {*_of_other_bases(cls)}
     for base in cls.__mro__:
         if base.__module__.startswith(("celery.", "celery_pglock.")):
             continue
@@ -180,8 +206,16 @@ def _refuse_misspelt(cls: type[celery.Task[..., Any]], where: str) -> None:
                 continue
             nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
             # A method of the user's own base class may well be called lock_something.
-            is_option = name.startswith(_PREFIXES) and not callable(value)
+            is_option = name.startswith(_PREFIXES) and not callable(value) and name not in others
             if nearest or is_option:
                 hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(NAMES)}"
                 msg = f"unknown option {name} {where}; {hint}"
                 raise errors.ConfigurationError(msg)
+
+
+def _of_other_bases(cls: type[celery.Task[..., Any]]) -> Iterator[str]:
+    # The options of a task class of another package: `class Both(Other, LockedTask)` may have an
+    # `Other.lock_expiry`, and its tasks may set it.
+    for base in cls.__mro__:
+        if issubclass(base, celery.Task) and not hasattr(base, "_pglock_options"):
+            yield from vars(base)

@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import celery.states
+from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from typing_extensions import override
@@ -111,7 +112,9 @@ class Replaced(Ignore):
         status: ``retrying`` when that task continues this very period, else ``done``.
     """
 
-    def __init__(self, *args: object, status: claims.Status) -> None:
+    # With a default, because a pool's process sends it to its parent: unpickling gives ``args``
+    # alone, and then the attributes.
+    def __init__(self, *args: object, status: claims.Status = "done") -> None:
         super().__init__(*args)
         self.status = status
 
@@ -131,15 +134,34 @@ def _revoke(task: celery.Task[..., Any], reason: str) -> None:
         return
     # mark_as_revoked() would leave the later steps of a chain pending; this one ends them
     # too, and the chord that the task is a part of.
+    error = TaskRevokedError(reason)
     backend.mark_as_failure(
         task_id,
-        TaskRevokedError(reason),
+        error,
         request=request,
         store_result=stored,
         call_errbacks=False,
         state=celery.states.REVOKED,
     )
+    if not stored:
+        # With the result of this step Celery leaves out those of the later ones too, and who
+        # waits for them would wait for ever.
+        _revoke_later_steps(backend, request.chain, error)
     _tell(task)
+
+
+def _revoke_later_steps(backend: Any, chain: Any, error: TaskRevokedError) -> None:
+    steps = list(chain or ())
+    while steps:
+        step = steps.pop()
+        options = step.get("options") or {}
+        task_id = options.get("task_id")
+        if task_id is not None:
+            context = Context(step, **options, id=task_id)
+            backend.store_result(task_id, error, celery.states.REVOKED, request=context)
+        if step.get("subtask_type") == "chord":
+            # What waits for a chord waits for its body.
+            steps.extend(filter(None, [(step.get("kwargs") or {}).get("body")]))
 
 
 def _tell(task: celery.Task[..., Any]) -> None:

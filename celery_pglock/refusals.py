@@ -29,9 +29,13 @@ def decide(
     row = refused.before
     if refused.kind == "exhausted":
         return "give up"
+    if refused.kind == "stale":
+        return "skip"
     if refused.kind == "closed":
         own = row is not None and row.status == "done" and row.task_id == delivery.task_id
-        return "drop" if own and not delivery.direct else "skip"
+        # What was thought lost has been started after all: a rescue copy is not needed then.
+        moved_on = work.seen is not None and row is not None and row.attempts > work.seen
+        return "drop" if (own or moved_on) and not delivery.direct else "skip"
     if not delivery.direct and delivery.superseded(row):
         return "drop"
     if insists(delivery, work, refused, conflict):
@@ -56,9 +60,34 @@ def insists(
         return False
     if delivery.repeats(refused.before):
         return True
+    if claim_in_progress(refused):
+        row = refused.before
+        return row is None or row.task_id == delivery.task_id
     if conflict == "raise" or refused.kind != "held":
         return False
     return delivery.late or _of_another_job(work, refused)
+
+
+def claim_in_progress(refused: claims.Refused) -> bool:
+    """Whether the period is being claimed at this moment, so that nobody can say by whom.
+
+    The run lock was refused, but the row, read as it was before the other's claim was
+    committed, does not say ``running`` yet. Under ``id:<task_id>`` or an occurrence the other
+    may be this same message, which two workers got in the same instant: skipped as somebody
+    else's it would mark the result of the run that is just beginning as ``REVOKED``.
+    """
+    row = refused.before
+    return refused.kind == "running" and (row is None or row.status != "running")
+
+
+def holder_unknown(work: claims.Work, refused: claims.Refused) -> bool:
+    """Whether it cannot be said yet whose run has the lock name: of this job, or of another.
+
+    It had just ended when it was asked for; or its claim has the lock, and its row is just
+    being committed. (A holder without a row, a script or a lock-only task, stays unknown.)
+    """
+    holder = refused.holder
+    return holder is None or (work.period is not None and holder.ours and holder.job is None)
 
 
 def _of_another_job(work: claims.Work, refused: claims.Refused) -> bool:
@@ -71,10 +100,23 @@ def _of_another_job(work: claims.Work, refused: claims.Refused) -> bool:
     )
 
 
+def settled(refused: claims.Refused) -> bool:
+    """Whether nothing is amiss with a period that is not run here: it was run, or is being run."""
+    row = refused.before
+    if refused.kind == "closed":
+        return row is not None and row.status == "done"
+    return refused.kind in ("running", "held")
+
+
 def reason(work: claims.Work, refused: claims.Refused) -> str:
     """Return why a call does not run: who holds what, and since when."""
     if refused.kind == "held":
         return _held(work, refused.holder)
+    if refused.kind == "stale":
+        return (
+            f"it was due {_moment(work.due_at)}, longer ago than pglock_retention keeps its "
+            f"history, so whether it has run is not known"
+        )
     row = refused.before
     if row is None:
         return "this period is being run"

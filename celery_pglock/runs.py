@@ -8,6 +8,7 @@ import dataclasses
 import datetime as dt
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -42,7 +43,7 @@ class Run:
     attempt: int
     term: int | None
     lost_attempts: int = 0
-    _connection: sa.Connection | None = None
+    _connection: Any = None
     _held: Callable[[], bool]
     _prove: Callable[[], str | None]
 
@@ -57,20 +58,21 @@ class Run:
             AttributeError: at session level, where the lock session is never in a
                 transaction.
         """
-        if self._connection is None:
+        connection: sa.Connection | None = self._connection
+        if connection is None:
             msg = (
                 f'run of job "{self.job}" has no connection: its lock_level is "session"; use '
                 f'the application\'s own connections, or lock_level="transaction"'
             )
             raise AttributeError(msg)
-        return self._connection
+        return connection
 
     @property
     def held(self) -> bool:
         """Whether the locks are held, as far as is known without a query.
 
-        False once the server has ended the session; a broken network is not seen here, only
-        by ``check()``.
+        False within milliseconds once the server has ended the session, and, at session
+        level, when it has not been heard of for ``pglock_lost_after``.
         """
         return self._held()
 
@@ -115,8 +117,9 @@ def in_progress() -> Run | None:
 @contextlib.contextmanager
 def entered(run: Run) -> Iterator[Run]:
     """Make ``run`` the current one for the length of a ``with`` block."""
-    token = _current.set(weakref.ref(run))
+    before = _current.get()
     try:
+        _current.set(weakref.ref(run))
         yield run
     finally:
-        _current.reset(token)
+        _current.set(before)

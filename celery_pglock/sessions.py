@@ -1,4 +1,4 @@
-"""Dedicated server connections that hold locks: opened, guarded, lent to one run, closed.
+"""Dedicated server connections that hold locks: used by one run at a time, proven, closed.
 
 A PostgreSQL advisory lock lives as long as its session, so the session is what has to be
 right. A lock session is a psycopg connection of our own, never one of the application's pool
@@ -8,7 +8,9 @@ when anything goes wrong it is closed, which is the one sure way to free a lock.
 
 A fork hands the child a copy of the socket. A child that closed it would end its parent's
 session; a child that only kept it would keep the lock alive after its parent's death. The
-fork hook below lays ``/dev/null`` over the inherited descriptors, which does neither.
+fork hook below lays ``/dev/null`` over the inherited descriptors, which does neither. It knows
+of sessions, not of a connection that another thread is just opening: whoever opens one asks
+``forks()`` before and after, and opens another when the number has changed.
 """
 
 from __future__ import annotations
@@ -18,25 +20,27 @@ import dataclasses
 import datetime as dt
 import os
 import select
+import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, Literal
 
 import psycopg
 import sqlalchemy as sa
+from psycopg import generators
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import connections, errors
+from celery_pglock import connections
 
 Level = Literal["session", "transaction"]
 
-# Only these two may differ between the levels. A session-level session runs nothing but our
-# own short statements, so it bounds them; and it prepares them at once, because planning the
-# claim costs as much as running it. A transaction-level session runs the body's SQL, under
-# the role's own time-out, and may stand behind a pooler, where named statements collide.
-_STATEMENT_TIMEOUT: Final = "15s"
-_PREPARE_THRESHOLD: Final[dict[Level, int | None]] = {"session": 0, "transaction": None}
+# Seconds for what is left of a statement in whose middle a SystemExit struck.
+_LAST_ANSWER: Final = 0.2
+
+_WHO: Final = b"select pg_catalog.pg_backend_pid()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,15 @@ class Plan:
 class Session:
     """One server session that holds the locks of at most one run.
 
-    Not safe for two threads at once, except ``close()`` and ``alive``.
+    Not safe for two threads at once, except ``close()``, ``alive`` and ``sever()``.
+
+    Attributes:
+        proven: when the last statement that was answered had been *sent* (monotonic): up to
+            then the session has lived for certain.
+        outlives_exit: a SystemExit in the middle of a statement does not close it, because
+            its owner still has to say good-bye: see ``settle``.
+        on_close: a weak reference to what is called once when the session is closed, before
+            its connection is.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], plan: Plan) -> None:
@@ -72,6 +84,12 @@ class Session:
         self.owner = os.getpid()
         self.pid = 0
         self.pooled = False
+        self.lost_after = plan.lost_after
+        self.proven = time.monotonic()
+        self.on_close: Callable[[], Callable[[], object] | None] | None = None
+        self.outlives_exit = False
+        self._asked: float | None = None
+        self._closing = threading.Lock()
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
         self.held: set[int] = set()
@@ -82,9 +100,11 @@ class Session:
     def engine(self) -> sa.Engine:
         """An SQLAlchemy engine whose only connection is this one, for the transaction level."""
         if self._engine is None:
+            # Not by way of self: a session that is in a cycle outlives who holds it.
+            connection = self.connection
             self._engine = sa.create_engine(
                 "postgresql+psycopg://",
-                creator=lambda: self.connection,
+                creator=lambda: connection,
                 poolclass=sa.StaticPool,
                 pool_reset_on_return=None,
                 use_native_hstore=False,
@@ -106,6 +126,10 @@ class Session:
             return False
         return not _readable(self.connection.fileno())
 
+    def cursor(self) -> psycopg.Cursor[Any]:
+        """Return a cursor for our own statements, whose rows are named tuples."""
+        return self.connection.cursor(row_factory=namedtuple_row)
+
     def execute(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> Any:
         """Run one statement and return its first row, as a named tuple, or None.
 
@@ -123,12 +147,83 @@ class Session:
                 interrupted looks usable and is not, and its locks must not outlive the run.
         """
         try:
-            with self.connection.cursor(row_factory=namedtuple_row) as cursor:
+            if self._asked is not None:
+                # A proof is on its way and nobody else will read its answer.
+                for answer in self.connection.wait(generators.fetch_many(self.connection.pgconn)):
+                    self._take(answer)
+                self._asked = None
+            if self.outlives_exit and not self.settle(_LAST_ANSWER):
+                msg = "a statement that was interrupted is not answered"
+                raise psycopg.OperationalError(msg)  # noqa: TRY301 - so it is closed, as ever
+            started = time.monotonic()
+            with self.cursor() as cursor:
                 cursor.execute(query, parameters)
-                return cursor.fetchall() if cursor.description else []
-        except BaseException:
-            self.close()
+                rows = cursor.fetchall() if cursor.description else []
+        except BaseException as error:
+            if isinstance(error, Exception) or not self.outlives_exit:
+                self.close()
             raise
+        self.proven = started
+        return rows
+
+    def settle(self, patience: float) -> bool:
+        """Read what is left of a statement whose wait was interrupted.
+
+        Args:
+            patience: for how many seconds.
+
+        Returns:
+            Whether the session is fit for another statement.
+        """
+        libpq = self.connection.pgconn
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(psycopg.Error):
+            while libpq.transaction_status == TransactionStatus.ACTIVE:
+                if not libpq.is_busy():
+                    libpq.get_result()
+                elif _readable(self.connection.fileno(), deadline - time.monotonic()):
+                    libpq.consume_input()
+                else:
+                    break
+            return libpq.transaction_status == TransactionStatus.IDLE
+        return False
+
+    def ask(self) -> None:
+        """Send a short query and do not wait; ``answered`` or the next statement reads on.
+
+        Raises:
+            psycopg.Error: the connection is broken.
+        """
+        self._asked = time.monotonic()
+        # psycopg has made the connection a non-blocking one.
+        self.connection.pgconn.send_query(_WHO)
+        self.connection.pgconn.flush()
+
+    def answered(self) -> bool:
+        """Read what has come of the answer to ``ask``; return whether that is all of it.
+
+        Raises:
+            psycopg.Error: the session has ended, or another one answers.
+        """
+        libpq = self.connection.pgconn
+        libpq.consume_input()
+        while not libpq.is_busy():
+            answer = libpq.get_result()
+            if answer is None:
+                self.proven, self._asked = self._asked or self.proven, None
+                return True
+            self._take(answer)
+        return False
+
+    def _take(self, answer: Any) -> None:
+        if answer.status != ExecStatus.TUPLES_OK or int(answer.get_value(0, 0) or 0) != self.pid:
+            msg = "its session was ended by the server"
+            raise psycopg.OperationalError(msg)
+
+    def leave(self) -> None:
+        """Have no more to do with the connection, which stays open: it belongs to somebody else."""
+        self.on_close = None
+        _opened.pop(id(self), None)
 
     def close(self) -> None:
         """Close the session, which frees all its locks; never raises, may be called twice."""
@@ -138,116 +233,26 @@ class Session:
             # An inherited copy: Terminate would end the parent's session.
             _blind(self.connection)
             return
-        # Exception and not psycopg.Error: whatever a broken connection raises while it is
-        # being given up, there is nothing left to do for it.
-        with contextlib.suppress(Exception):
-            self.connection.close()
+        told, self.on_close = self.on_close, None
+        if told is not None and (tell := told()) is not None:
+            tell()
+        with self._closing:
+            try:
+                self.connection.close()
+            except (psycopg.Error, OSError):
+                # Whatever a broken connection raises while it is given up, nothing is left to do.
+                pass
+            finally:
+                # A time limit that struck in there has left psycopg thinking it was closed.
+                self.connection.pgconn.finish()
 
-
-def open_session(plan: Plan) -> Session:
-    """Open a lock session and make it fit to hold locks.
-
-    Raises:
-        ConfigurationError: the target is no connection string.
-        DatabaseUnavailable: the server cannot be reached, or refuses the login.
-        ServerInRecovery: the server is a standby.
-        TransactionPooler: ``plan.level`` is ``"session"`` and a transaction pooler is between.
-    """
-    client_timeout = max(1.0, plan.lost_after / 2)
-    connection = connections.connect(
-        plan.target,
-        application=plan.application[:63],
-        # Until a pooler is ruled out: there a named statement may meet another server process,
-        # and its error would hide what is wrong.
-        prepare_threshold=None,
-        keepalives_idle=max(1, round(plan.lost_after / 5)),
-        keepalives_interval=1,
-        keepalives_count=3,
-        tcp_user_timeout=round(client_timeout * 1000),
-    )
-    session = Session(connection, plan)
-    try:
-        _guard(session, plan)
-        connection.prepare_threshold = _PREPARE_THRESHOLD[plan.level]
-    except psycopg.Error as error:
-        session.close()
-        reason = " ".join(str(error).split())
-        raise errors.DatabaseUnavailable(session.target, reason) from None
-    except BaseException:
-        session.close()
-        raise
-    return session
-
-
-def _guard(session: Session, plan: Plan) -> None:
-    row = session.execute(
-        b"select pg_catalog.pg_backend_pid() as pid, pg_catalog.pg_is_in_recovery() as recovery"
-    )
-    if row.recovery:
-        raise errors.ServerInRecovery(session.target)
-    session.pid = row.pid
-    # A pooler gives its clients cancel keys of its own, so the pid that libpq was told is not
-    # the one of the server process that answers.
-    session.pooled = session.connection.info.backend_pid != row.pid
-    if session.pooled:
-        if plan.level == "transaction":
-            # A SET would stay behind on a server connection that others use next.
-            return
-        if _transaction_pooling(session, plan):
-            raise errors.TransactionPooler(session.target)
-    release_after = round(plan.lost_after * 3)
-    guards = {
-        # The session idles while the body works, and must not be ended for it.
-        "idle_session_timeout": _milliseconds(plan.lease),
-        "idle_in_transaction_session_timeout": _milliseconds(plan.lease),
-        "transaction_timeout": "0",
-        # A lock_timeout may fire although the lock was granted.
-        "lock_timeout": "0",
-        # The server frees a client that has vanished well after that client has given up.
-        "tcp_keepalives_idle": str(round(plan.lost_after)),
-        "tcp_keepalives_interval": str(max(1, round((release_after - plan.lost_after) / 3))),
-        "tcp_keepalives_count": "3",
-        "tcp_user_timeout": str(release_after * 1000),
-        # Without it the lock of a killed worker lasts until its statement has ended.
-        "client_connection_check_interval": "500ms",
-        "default_transaction_isolation": "read committed",
-        **({"statement_timeout": _STATEMENT_TIMEOUT} if plan.level == "session" else {}),
-    }
-    # pg_settings leaves out what this server version does not know. SET and not options=,
-    # which poolers refuse at connect.
-    session.execute(
-        b"select pg_catalog.count(pg_catalog.set_config(s.name, w.value, false))"
-        b" from rows from (pg_catalog.unnest(%(names)s::text[]),"
-        b" pg_catalog.unnest(%(values)s::text[])) as w(name, value)"
-        b" join pg_catalog.pg_settings s using (name)",
-        {"names": list(guards), "values": list(guards.values())},
-    )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "0" if seconds is None else str(round(seconds * 1000))
-
-
-def _transaction_pooling(session: Session, plan: Plan) -> bool:
-    """Tell a pooler in transaction mode from one in session mode, with a second connection.
-
-    While the second connection is in a transaction it keeps a server process to itself. In
-    session mode ours stays where it was. In transaction mode either the second was given the
-    very process that served us, or we are given other processes from one statement to the
-    next; or none is left and the statement waits in the pooler.
-    """
-    other = connections.connect(plan.target, application=plan.application, prepare_threshold=None)
-    with contextlib.closing(other):
-        other.execute("begin")
-        row = other.execute("select pg_catalog.pg_backend_pid()").fetchone()
-        if row is None or row[0] == session.pid:
-            return True
-        for _ in range(20):
-            ours = session.execute(b"select pg_catalog.pg_backend_pid() as pid")
-            if ours.pid != session.pid:
-                return True
-        other.execute("rollback")
-    return False
+    def sever(self) -> None:
+        """Break the socket, so that a thread which waits for an answer waits no longer."""
+        with contextlib.suppress(OSError, psycopg.Error), self._closing:
+            if not self.connection.closed:
+                # A descriptor that was closed may be another file's by now: hence the lock.
+                with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
 
 
 def server_now(session: Session) -> dt.datetime:
@@ -255,57 +260,6 @@ def server_now(session: Session) -> dt.datetime:
     moment = session.execute(b"select pg_catalog.clock_timestamp() as now").now
     assert isinstance(moment, dt.datetime)  # noqa: S101 - for the type checker
     return moment
-
-
-class Stack:
-    """The idle lock sessions of one process, at most one for each run that was in progress."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._pid = os.getpid()
-        self._idle: list[Session] = []
-        self._mutex = threading.Lock()
-
-    def take(self) -> Session:
-        """Return an idle session that looks alive, or open one.
-
-        Raises:
-            DatabaseUnavailable, ServerInRecovery, TransactionPooler, ConfigurationError: as
-                ``open_session`` does.
-        """
-        self._forget_after_fork()
-        while True:
-            with self._mutex:
-                session = self._idle.pop() if self._idle else None
-            if session is None:
-                return open_session(self._plan)
-            if session.alive:
-                return session
-            session.close()
-
-    def give(self, session: Session) -> None:
-        """Put a session back that holds nothing; any other one is closed."""
-        self._forget_after_fork()
-        if session.held or session.connection.closed or session.owner != self._pid:
-            session.close()
-            return
-        with self._mutex:
-            self._idle.append(session)
-
-    def close(self) -> None:
-        """Close all idle sessions."""
-        self._forget_after_fork()
-        with self._mutex:
-            idle, self._idle = self._idle, []
-        for session in idle:
-            session.close()
-
-    def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            # The mutex may have been held by a thread that does not exist in this process.
-            self._mutex = threading.Lock()
-            self._idle = []
-            self._pid = os.getpid()
 
 
 _opened: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -316,10 +270,42 @@ def opened() -> Iterator[Session]:
     return (session for session in list(_opened.values()) if session.owner == os.getpid())
 
 
-def _readable(descriptor: int) -> bool:
+@contextlib.contextmanager
+def forks() -> Iterator[int]:
+    """Keep this process from forking for the length of a block; how many times it has forked."""
+    with _Forks.mutex:
+        yield _Forks.number
+
+
+class _Forks:
+    """The forks of this process.
+
+    The mutex is reentrant because a signal's handler may fork in the very thread that has it.
+    """
+
+    number: ClassVar[int] = 0
+    mutex: ClassVar[threading.RLock] = threading.RLock()
+
+
+def _begin_fork() -> None:
+    _Forks.mutex.acquire()
+    _Forks.number += 1
+
+
+def _end_fork_in_parent() -> None:
+    _Forks.mutex.release()
+
+
+def _end_fork_in_child() -> None:
+    # It is held by the fork, which ends here.
+    _Forks.mutex = threading.RLock()
+    _blind_inherited_sessions()
+
+
+def _readable(descriptor: int, within: float = 0.0) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP | select.POLLERR)
-    return bool(poller.poll(0))
+    return bool(poller.poll(max(0.0, within) * 1000))
 
 
 def _blind(connection: psycopg.Connection[Any]) -> None:
@@ -337,4 +323,8 @@ def _blind_inherited_sessions() -> None:
     _opened.clear()
 
 
-os.register_at_fork(after_in_child=_blind_inherited_sessions)
+os.register_at_fork(
+    before=_begin_fork,
+    after_in_parent=_end_fork_in_parent,
+    after_in_child=_end_fork_in_child,
+)

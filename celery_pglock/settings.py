@@ -6,11 +6,14 @@ This is the only module that reads ``app.conf``. Nothing is ever added to the co
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import difflib
+import functools
 import logging
 import math
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +22,14 @@ from typing import Any, Final
 
 from celery import Celery
 
-from celery_pglock import connections, errors, keys, periods
+from celery_pglock import connections, errors, keys, lending, periods
 
 _log = logging.getLogger("celery_pglock.settings")
 
 _SCHEMA: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
 _MISSING: Final = object()
+_CENTURY: Final = 100 * 365.25 * 86400
+_MONTH: Final = dt.timedelta(days=30)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,12 +38,18 @@ class Settings:
 
     Attributes:
         database_url: ``pglock_database_url``, or None when it is not set.
+        django_alias: ``pglock_django_alias``, or None: the name of a database in ``DATABASES``.
         namespace: ``pglock_namespace``, or the application's name.
         schema: ``pglock_schema``.
         enabled: ``pglock_enabled``.
         lost_after: ``pglock_lost_after``, in seconds.
         standby_poll: ``pglock_standby_poll``, in seconds.
         leader_lease: ``pglock_leader_lease``, in seconds.
+        heartbeat_file: ``pglock_heartbeat_file``, or None.
+        catchup_window: ``pglock_catchup_window``, in seconds; None: there is none.
+        retention: ``pglock_retention``, in seconds; None: nothing is ever deleted.
+        rescue_sent_after: ``pglock_rescue_sent_after``, in seconds; None: never.
+        rescue_lost_after: ``pglock_rescue_lost_after``, in seconds; None: never.
         zone: the application's time zone, in which calendar periods are counted.
         options: the defaults of the task options.
     """
@@ -50,8 +61,14 @@ class Settings:
     lost_after: float
     standby_poll: float
     leader_lease: float
+    heartbeat_file: str | None
+    catchup_window: float | None
+    retention: float | None
+    rescue_sent_after: float | None
+    rescue_lost_after: float | None
     zone: dt.tzinfo
     options: Mapping[str, Any]
+    django_alias: str | None = None
 
     def target(self) -> connections.Target:
         """Return the database to lock in.
@@ -60,6 +77,9 @@ class Settings:
             ConfigurationError: ``pglock_database_url`` is not set. A task that asks for a lock
                 must not run without one.
         """
+        if self.django_alias is not None:
+            # A function: what the framework says of the database may change.
+            return functools.partial(lending.lender().conninfo, self.django_alias)
         if self.database_url is None:
             msg = (
                 "pglock_database_url is not set, so a LockedTask has nowhere to take its lock; "
@@ -85,6 +105,31 @@ def of(app: Celery) -> Settings:
     if settings is None:
         settings = _read[app] = _load(app)
     return settings
+
+
+@contextlib.contextmanager
+def replaced(app: Celery, **changes: Any) -> Iterator[Settings]:
+    """Give an application other settings for the length of a block, whether it has read them or not.
+
+    For tests, which point it at a database of their own. A scheduler keeps the settings that it
+    was made with.
+
+    Args:
+        app: the application.
+        changes: fields of ``Settings``; they are not validated.
+
+    Raises:
+        ConfigurationError: as ``of`` does; what the application itself sets has to be valid.
+    """
+    before = _read.get(app)
+    _read[app] = settings = dataclasses.replace(of(app), **changes)
+    try:
+        yield settings
+    finally:
+        if before is None:
+            _read.pop(app, None)
+        else:
+            _read[app] = before
 
 
 def seconds(value: object, name: str, *, least: float = 0.0) -> float:
@@ -177,12 +222,18 @@ OPTION_VALIDATORS: Final[Mapping[str, Callable[[object, str], Any]]] = MappingPr
 )
 _NAMES: Final = (
     "database_url",
+    "django_alias",
     "namespace",
     "schema",
     "enabled",
     "lost_after",
     "standby_poll",
     "leader_lease",
+    "heartbeat_file",
+    "catchup_window",
+    "retention",
+    "rescue_sent_after",
+    "rescue_lost_after",
     *OPTION_DEFAULTS,
 )
 
@@ -193,12 +244,15 @@ def _load(app: Celery) -> Settings:
     def get(name: str, default: object) -> Any:
         return app.conf.get(f"pglock_{name}", default)
 
-    url = get("database_url", None)
-    if url is not None and not callable(url) and not isinstance(url, str):
-        msg = "pglock_database_url must be a text or a function that returns one"
-        raise errors.ConfigurationError(msg)
-    if isinstance(url, str):
-        connections.parameters(url)
+    def limit(name: str, default: object, least: float) -> float | None:
+        value = get(name, default)
+        if value is None:
+            return None
+        # Beyond it the server could not subtract it from today.
+        return min(_CENTURY, seconds(value, f"pglock_{name}", least=least))
+
+    url = database_url(app)
+    alias = _django_alias(get("django_alias", None), url)
     schema = get("schema", "pglock")
     if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema):
         msg = f"pglock_schema must be the name of a PostgreSQL schema; got {schema!r}"
@@ -221,12 +275,18 @@ def _load(app: Celery) -> Settings:
         namespace = app.main or "default"
     return Settings(
         database_url=url,
+        django_alias=alias,
         namespace=keys.check_namespace(str(namespace)),
         schema=schema,
         enabled=enabled,
         lost_after=seconds(get("lost_after", 10.0), "pglock_lost_after", least=1.0),
         standby_poll=poll,
         leader_lease=lease,
+        heartbeat_file=_path(get("heartbeat_file", None), "pglock_heartbeat_file"),
+        catchup_window=limit("catchup_window", None, 1.0),
+        retention=limit("retention", _MONTH, 60.0),
+        rescue_sent_after=limit("rescue_sent_after", 900.0, 1.0),
+        rescue_lost_after=limit("rescue_lost_after", 60.0, 1.0),
         zone=app.timezone,
         options=MappingProxyType(
             {
@@ -235,6 +295,45 @@ def _load(app: Celery) -> Settings:
             }
         ),
     )
+
+
+def database_url(app: Celery) -> connections.Target | None:
+    """Return ``pglock_database_url`` of an application, or None when it is not set.
+
+    Raises:
+        ConfigurationError: it is no connection string; it is not repeated.
+    """
+    url = app.conf.get("pglock_database_url", None)
+    if url is not None and not callable(url) and not isinstance(url, str):
+        msg = "pglock_database_url must be a text or a function that returns one"
+        raise errors.ConfigurationError(msg)
+    if isinstance(url, str):
+        connections.parameters(url)
+    return url
+
+
+def _django_alias(alias: object, url: connections.Target | None) -> str | None:
+    if alias is None:
+        return None
+    if not isinstance(alias, str) or not alias:
+        msg = f"pglock_django_alias must be the name of a database in DATABASES; got {alias!r}"
+        raise errors.ConfigurationError(msg)
+    if url is not None:
+        msg = (
+            f"pglock_database_url and pglock_django_alias ({alias!r}) are both set, and only one "
+            f"database can hold the locks; remove one of them"
+        )
+        raise errors.ConfigurationError(msg)
+    return alias
+
+
+def _path(value: object, name: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        msg = f"{name} must be the path of a file; got {value!r}"
+        raise errors.ConfigurationError(msg)
+    return os.fspath(value)
 
 
 def _refuse_unknown(app: Celery) -> None:

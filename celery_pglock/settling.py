@@ -16,13 +16,18 @@ from typing import Final
 
 import psycopg
 
-from celery_pglock import claims, errors, ledger, locks, sessions, transactions
+from celery_pglock import claims, errors, ledger, locks, stacks, transactions
 
 _log = logging.getLogger("celery_pglock.settling")
 
 PATIENCE: Final = 10.0
 _POLL: Final = 0.05
 _LONGEST_POLL: Final = 0.5
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without what follows: a statement, or the data of a row."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +39,42 @@ class Settlement:
         records: the ledger, or what stands for it.
     """
 
-    stack: sessions.Stack
+    stack: stacks.Stack
     records: transactions.Records
 
     def failure(
-        self, work: claims.Work, claim: uuid.UUID, verdict: claims.Verdict, cause: BaseException
+        self,
+        work: claims.Work,
+        claim: uuid.UUID,
+        verdict: claims.Verdict,
+        cause: BaseException,
+        patience: float | None = None,
     ) -> None:
-        """Record what a body's exception means; when that cannot be done it is only logged.
+        """Record what an exception means; when that cannot be done it is only logged.
 
-        The body's own exception is on its way to the caller and must not be hidden.
+        The exception itself is on its way to the caller and must not be hidden.
         """
         try:
-            self.outcome(work, claim, verdict, cause)
+            self.outcome(work, claim, verdict, cause, patience)
         except errors.OutcomeUnknown as unknown:
             _log.error("%s", unknown, extra={"event": "outcome_unknown", "job": work.job})
 
     def outcome(
-        self, work: claims.Work, claim: uuid.UUID, verdict: claims.Verdict, cause: BaseException
+        self,
+        work: claims.Work,
+        claim: uuid.UUID,
+        verdict: claims.Verdict,
+        cause: BaseException,
+        patience: float | None = None,
     ) -> bool:
         """Record an outcome over new sessions, for a bounded time; fenced by the claim.
+
+        Args:
+            work: whose.
+            claim: under which claim.
+            verdict: what is recorded.
+            cause: why it cannot be recorded over the run's own session.
+            patience: for how many seconds it is tried again; None: for ``PATIENCE``.
 
         Returns:
             Whether the period was still ours. Nobody else can have run it then: a take-over
@@ -63,12 +85,11 @@ class Settlement:
         """
         if isinstance(self.records, locks.NameLockOnly):
             return False
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + (PATIENCE if patience is None else patience)
         pause = _POLL
         while True:
             try:
-                session = self.stack.take()
-                try:
+                with self.stack.lent() as session:
                     settled = self.records.settle(
                         session,
                         work,
@@ -78,14 +99,10 @@ class Settlement:
                         error=verdict.error,
                         retry_in=verdict.retry_in,
                     ) or (self.records.settled_as(session, work, claim) == verdict.status)
-                except BaseException:
-                    session.close()
-                    raise
-                self.stack.give(session)
             except (psycopg.Error, errors.DatabaseUnavailable, errors.ServerInRecovery):
                 if time.monotonic() > deadline:
                     raise errors.OutcomeUnknown(
-                        work.job, work.period, verdict.status, " ".join(str(cause).split())
+                        work.job, work.period, verdict.status, first_line(cause)
                     ) from cause
                 time.sleep(pause)
                 pause = min(pause * 2, _LONGEST_POLL)
@@ -102,9 +119,7 @@ class Settlement:
             OutcomeUnknown: no answer in time.
         """
         if work.run_key is None or not isinstance(self.records, ledger.Ledger):
-            raise errors.OutcomeUnknown(
-                work.job, work.period, "done", " ".join(str(cause).split())
-            ) from cause
+            raise errors.OutcomeUnknown(work.job, work.period, "done", first_line(cause)) from cause
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -113,7 +128,7 @@ class Settlement:
                     verdict = claims.Verdict(
                         status="failed",
                         reason="rolled back",
-                        error=" ".join(str(cause).split()),
+                        error=first_line(cause),
                     )
                     self.failure(work, claim, verdict, cause)
                 if status != "locked":
@@ -122,18 +137,12 @@ class Settlement:
                 pass
             if time.monotonic() > deadline:
                 raise errors.OutcomeUnknown(
-                    work.job, work.period, "done", " ".join(str(cause).split())
+                    work.job, work.period, "done", first_line(cause)
                 ) from cause
             time.sleep(_POLL)
 
     def _status_once_free(self, work: claims.Work, claim: uuid.UUID, run_key: int) -> str | None:
-        session = self.stack.take()
-        try:
-            status: str | None = "locked"
-            if locks.is_free(session, run_key):
-                status = self.records.settled_as(session, work, claim)
-        except BaseException:
-            session.close()
-            raise
-        self.stack.give(session)
-        return status
+        with self.stack.lent() as session:
+            if not locks.is_free(session, run_key):
+                return "locked"
+            return self.records.settled_as(session, work, claim)

@@ -16,23 +16,29 @@ from celery_pglock import locks, sessions, tables
 
 # At transaction level the claim is committed a moment before the locks of the working
 # transaction are taken. A copy that comes in between must not take the claimer for dead.
-_CLAIM_GRACE: Final = "2 seconds"
+CLAIM_GRACE_SECONDS: Final = 2
 
 # "is not distinct": with "=" a failed row without a reason would be neither closed nor open.
+# A rescue copy says how many attempts there were when it was sent; with one more the message
+# that was thought lost has been started, and what came of it stands (``moved``: in which states).
 _CLOSED: Final = (
     "{r}.status in ('done', 'skipped', 'missed')"
+    " or %(moved)s::text ~ {r}.status and {r}.attempts > %(seen)s::int"
     " or {r}.status = 'failed' and {r}.reason is not distinct from 'exhausted'"
 )
 _JUST_CLAIMED: Final = (
     "{r}.status = 'running' and {r}.backend_pid is null"
     " and {r}.claim is distinct from %(claim)s::uuid"
-    " and {r}.started_at > pg_catalog.clock_timestamp() - interval '" + _CLAIM_GRACE + "'"
+    " and {r}.started_at > pg_catalog.clock_timestamp()"
+    f" - interval '{CLAIM_GRACE_SECONDS} s'"
 )
 # A claim that was sent again over a new session, because the old one broke while it was
 # answered, is the same attempt and not a crash of the one before.
 _DIED: Final = "(r.status = 'running' and r.claim is distinct from excluded.claim)"
-_GIVEN_UP: Final = f"r.lost_attempts + {_DIED}::integer > %(max_lost)s::integer"
+_GIVEN_UP: Final = f"r.lost_attempts + {_DIED}::int > %(max_lost)s::int"
 
+# A row that is pruned between this statement's snapshot and its upsert is inserted anew: its
+# attempts go on from what the snapshot saw.
 _CLAIM: Final = f"""
 with s as materialized (
  select status, reason, task_id, attempts, lost_attempts, postponements, node, backend_pid,
@@ -43,6 +49,8 @@ with s as materialized (
   when pg_catalog.clock_timestamp() < %(since)s::timestamptz
    or pg_catalog.clock_timestamp() >= %(until)s::timestamptz then 'moved'
   when exists (select from s where {_CLOSED.format(r="s")}) then 'closed'
+  when %(due_at)s::timestamptz < pg_catalog.clock_timestamp() - %(keep)s::interval
+   and not exists (select from s) then 'stale'
   when exists (select from s where {_JUST_CLAIMED.format(r="s")}) then 'running'
  end as refusal
 ), l as materialized (
@@ -52,21 +60,24 @@ with s as materialized (
 ), c as (
  insert into {{runs}} as r (job, period, due_at, status, attempts, claim, name_key, task,
   task_id, entry, node, backend_pid, term, started_at)
- select %(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'running', 1,
-  %(claim)s::uuid, %(name_key)s::bigint, %(task)s::text, %(task_id)s::text, %(entry)s::text,
-  %(node)s::text, {{backend_pid}}, %(term)s::bigint, pg_catalog.clock_timestamp()
+ select %(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'running',
+  1 + coalesce((select attempts from s), 0),
+  %(claim)s::uuid, %(name_key)s::int8, %(task)s::text, %(task_id)s::text, %(entry)s::text,
+  %(node)s::text, {{backend_pid}}, %(term)s::int8, pg_catalog.clock_timestamp()
  from n where name
  on conflict (job, period) do update set
-  status = case when {_GIVEN_UP} then 'failed' else 'running' end,
-  reason = case when {_GIVEN_UP} then 'exhausted' end,
-  attempts = r.attempts
-   + (r.claim is distinct from excluded.claim and not {_GIVEN_UP})::integer,
-  lost_attempts = r.lost_attempts + {_DIED}::integer,
+  (status, reason, finished_at, attempts) = (
+   select case when given_up then 'failed' else 'running' end,
+    case when given_up then 'exhausted' when r.reason ~ '^(opened|triggered) ' then r.reason end,
+    case when given_up then excluded.started_at end,
+    r.attempts + (r.claim is distinct from excluded.claim and not given_up)::int
+   from (select {_GIVEN_UP} as given_up) as d),
+  lost_attempts = r.lost_attempts + {_DIED}::int,
   claim = excluded.claim, name_key = excluded.name_key, task = excluded.task,
   task_id = excluded.task_id, node = excluded.node, backend_pid = excluded.backend_pid,
   due_at = coalesce(r.due_at, excluded.due_at), entry = coalesce(r.entry, excluded.entry),
-  term = coalesce(excluded.term, r.term), started_at = excluded.started_at,
-  finished_at = case when {_GIVEN_UP} then excluded.started_at end, retry_at = null
+  term = coalesce(excluded.term, r.term), started_at = excluded.started_at, retry_at = null,
+  rescues = 0
  where not ({_CLOSED.format(r="r")}) and not ({_JUST_CLAIMED.format(r="r")})
  returning r.status, r.attempts, r.lost_attempts
 )
@@ -108,15 +119,22 @@ _TRANSACTION_LEVEL: Final = {
     "announce": sql.SQL(""),
 }
 
+# Who opened a period again stays in its row, once it is done.
+# With "status = 'running'" the planner takes the small index of the rows that are not settled,
+# without a condition, and walks its dead entries: all of those since the oldest snapshot that
+# somebody holds, a backup's for instance. So it must not see what it says.
+#
 # The beat's own row of an occurrence that is recorded under a calendar period is settled by
 # the same statement, so that nobody takes it for lost.
 _SETTLE: Final = """
 u as (
- update {runs} set status = %(status)s::text, reason = %(reason)s::text, error = %(error)s::text,
+ update {runs} set status = %(status)s::text, error = %(error)s::text,
+  reason = coalesce(case when %(status)s::text <> 'retrying' then %(reason)s::text end,
+   case when reason ~ '^(opened|triggered) ' then reason end, %(reason)s::text),
   finished_at = case when %(status)s::text <> 'retrying' then pg_catalog.clock_timestamp() end,
   retry_at = pg_catalog.clock_timestamp() + %(retry_in)s::double precision * interval '1 s'
  where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::uuid
-  and status = 'running'
+  and status || '' = 'running'
  returning 1
 ), o as (
  update {runs} set status = %(status)s::text, reason = %(origin_reason)s::text,
@@ -143,18 +161,28 @@ SETTLE_ONLY: Final = "with " + _SETTLE + " select pg_catalog.count(*) as settled
 CLOSE_ORIGIN: Final = """
 update {runs} set status = 'skipped', reason = %(reason)s::text,
  finished_at = pg_catalog.clock_timestamp()
-where job = %(origin_job)s::text and period = %(origin_period)s::text and status = 'sent'
+where job = %(origin_job)s::text and period = %(origin_period)s::text
+ and status || '' = 'sent'
+"""
+
+# One snapshot of both rows: the run's under a calendar rule, and the beat's own of its message.
+ORIGIN: Final = """
+select o.status as origin, r.attempts, r.status, r.task_id
+from (select 1) as one
+left join {runs} o on o.job = %(origin_job)s::text and o.period = %(origin_period)s::text
+left join {runs} r on r.job = %(job)s::text and r.period = %(period)s::text
 """
 
 STILL_MINE: Final = """
 select from {runs} where job = %(job)s::text and period = %(period)s::text
- and claim = %(claim)s::uuid and status = 'running'
+ and claim = %(claim)s::uuid and status || '' = 'running'
 """
 
 RETURN: Final = """
-update {runs} set status = 'sent', claim = null, reason = %(reason)s::text
+update {runs} set status = 'sent', claim = null,
+ reason = case when reason ~ '^(opened|triggered) ' then reason else %(reason)s::text end
 where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::uuid
- and status = 'running'
+ and status || '' = 'running'
 """
 
 SKIP: Final = """
@@ -174,9 +202,17 @@ insert into {runs} as r (job, period, due_at, status, name_key, task, task_id, e
 values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'sent', %(name_key)s::bigint,
  %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text, %(term)s::bigint,
  pg_catalog.clock_timestamp(), %(number)s::integer, %(reason)s::text)
-on conflict (job, period) do update set postponements = excluded.postponements
+on conflict (job, period) do update set postponements = excluded.postponements,
+ sent_at = case when r.status = 'sent' then excluded.sent_at else r.sent_at end
 where r.postponements < excluded.postponements
  and r.status in ('sent', 'running', 'retrying', 'failed')
+"""
+
+REVOKE: Final = """
+update {runs} set reason = %(reason)s::text, finished_at = pg_catalog.clock_timestamp(),
+ retry_at = null, status = case when status = 'sent' then 'skipped' else 'failed' end
+where status in ('sent', 'running', 'retrying') and (status <> 'running' or %(running)s::boolean)
+ and task_id = %(task_id)s::text and pg_catalog.starts_with(job, %(prefix)s::text)
 """
 
 HOLDER: Final = """

@@ -5,6 +5,8 @@ The mirrors agree with the migrations; a test holds the two together.
 
 from __future__ import annotations
 
+import functools
+
 import sqlalchemy as sa
 from psycopg import sql
 from sqlalchemy.dialects import postgresql
@@ -23,6 +25,12 @@ def names(schema: str) -> dict[str, sql.Identifier]:
     }
 
 
+@functools.cache
+def statement(template: str, schema: str) -> bytes:
+    """Return a text as it is sent: with the quoted names of the tables in this schema."""
+    return sql.SQL(template).format(**names(schema)).as_bytes()
+
+
 def mirror(metadata: sa.MetaData, schema: str = "pglock") -> dict[str, sa.Table]:
     """Add all tables to an SQLAlchemy ``MetaData``, and return them by their names.
 
@@ -35,6 +43,7 @@ def mirror(metadata: sa.MetaData, schema: str = "pglock") -> dict[str, sa.Table]
             job_runs(metadata, schema),
             beat_entries(metadata, schema),
             beat_terms(metadata, schema),
+            schema_version(metadata, schema),
         )
     }
 
@@ -52,6 +61,7 @@ def job_runs(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
         sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),
         sa.Column("lost_attempts", sa.Integer, nullable=False, server_default="0"),
         sa.Column("postponements", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("rescues", sa.Integer, nullable=False, server_default="0"),
         sa.Column("claim", postgresql.UUID(as_uuid=True)),
         sa.Column("name_key", sa.BigInteger),
         sa.Column("task", sa.Text),
@@ -76,7 +86,13 @@ def job_runs(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
             "name_key",
             postgresql_where=sa.text("status IN ('sent', 'running', 'retrying')"),
         ),
+        sa.Index(
+            "job_runs_settled_idx",
+            "finished_at",
+            postgresql_where=sa.text("status IN ('done', 'failed', 'skipped', 'missed')"),
+        ),
         schema=schema,
+        keep_existing=True,
     )
 
 
@@ -100,8 +116,13 @@ def beat_entries(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
         sa.Column("paused_until", moment),
         sa.Column("paused_reason", sa.Text),
         sa.Column("seen_at", moment, nullable=False, server_default=sa.text("clock_timestamp()")),
+        sa.Column("revision", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("edited_at", moment),
+        sa.Column("added", sa.BigInteger),
+        sa.Column("registered", sa.BigInteger),
         sa.PrimaryKeyConstraint("namespace", "entry", name="beat_entries_pkey"),
         schema=schema,
+        keep_existing=True,
     )
 
 
@@ -119,6 +140,25 @@ def beat_terms(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
         sa.Column("last_tick_at", moment, nullable=False),
         sa.Column("resigned_at", moment),
         sa.Column("fingerprint", sa.Text),
+        sa.Column("missed_until", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("namespace", name="beat_terms_pkey"),
         schema=schema,
+        keep_existing=True,
+    )
+
+
+def schema_version(metadata: sa.MetaData, schema: str = "pglock") -> sa.Table:
+    """Return the mirror of ``schema_version``: which migrations have been applied."""
+    moment = sa.DateTime(timezone=True)
+    return sa.Table(
+        "schema_version",
+        metadata,
+        sa.Column("number", sa.Integer, nullable=False, autoincrement=False),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column(
+            "applied_at", moment, nullable=False, server_default=sa.text("clock_timestamp()")
+        ),
+        sa.PrimaryKeyConstraint("number", name="schema_version_pkey"),
+        schema=schema,
+        keep_existing=True,
     )

@@ -15,8 +15,10 @@ from celery_pglock import (
     calls,
     errors,
     messages,
+    notices,
     options,
     outcomes,
+    revocations,
     runs,
     settings,
     startup,
@@ -25,8 +27,13 @@ from celery_pglock import (
 if TYPE_CHECKING:
     from celery import Celery
 
+    _Task = celery.Task[..., Any]
+else:
+    # Generic at run time since Celery 5.7 only.
+    _Task = celery.Task
 
-class LockedTask(celery.Task[..., Any]):
+
+class LockedTask(_Task):
     """A task whose runs exclude each other and that runs once per period.
 
     Use it as ``@app.task(base=LockedTask)``. The lock is a PostgreSQL advisory lock on a
@@ -36,9 +43,10 @@ class LockedTask(celery.Task[..., Any]):
 
     When the lock is taken the call is skipped, postponed or raises, as ``lock_conflict`` says.
     A skip ends every wait: the result is ``REVOKED`` with ``TaskRevokedError``, no next step
-    of a chain runs. When the connection dies under the body, ``current_run().held`` says no,
-    and the run is recorded as done only if nobody has taken its period over; else it raises
-    ``LockLost``. When the database cannot be reached, the body does not run.
+    of a chain runs. When the lock session dies under the body, ``current_run().held`` says
+    no, a body in the main thread is interrupted, and the run fails with ``LockLost``; with
+    ``lock_lost="warn"`` it goes on and is recorded as done only if nobody has taken its period
+    over. When the database cannot be reached, the body does not run.
 
     Options, given to ``@app.task(...)``; the setting ``pglock_<option>`` changes a default:
 
@@ -73,6 +81,7 @@ class LockedTask(celery.Task[..., Any]):
         try:
             cls._pglock_options = options.of(cls)
             startup.register(app)
+            revocations.register()
         except errors.ConfigurationError as error:
             if click.get_current_context(silent=True) is None:
                 raise
@@ -90,14 +99,11 @@ class LockedTask(celery.Task[..., Any]):
         def body() -> Any:
             return super(LockedTask, self).__call__(*args, **kwargs)
 
-        chosen = self._pglock_options
-        # task_cls=LockedTask makes LockedTasks of Celery's own tasks too; some of them run
-        # many times at once by design.
-        if chosen is None or self.name.startswith("celery."):
+        if (chosen := options.locked(self)) is None:
             return body()
         config = settings.of(self.app)
         if not config.enabled:
-            calls.warn_disabled()
+            notices.disabled()
             return body()
         return calls.Call(
             task=self, config=config, chosen=chosen, args=args, kwargs=kwargs, body=body

@@ -1,12 +1,9 @@
 """The working transaction of a transaction-level run: lock, body and outcome commit together.
 
-The claim has been committed beforehand, so that a crash leaves a trace. Then: BEGIN READ
-COMMITTED; both transaction-level locks; and *in a statement of its own* the question whether
-the claim is still ours. Asked together with the locks it would be answered from a snapshot
-that is older than they are, and a period that another attempt finished in between would be
-run again. Then a savepoint, in which the body works. At its end the outcome is recorded
-inside the same transaction, fenced by the claim, and committed: the commit is the proof that
-the locks were held all along.
+The claim has been committed beforehand, so that a crash leaves a trace. The transaction begins
+with its locks (see ``transaction_locks``). Then a savepoint, in which the body works. At its end
+the outcome is recorded inside the same transaction, fenced by the claim, and committed: the
+commit is the proof that the locks were held all along.
 
 The locks end with the transaction, so a body that ends the transaction ends them. SQLAlchemy's
 events catch ``commit()``, ``rollback()`` and anything executed afterwards; the savepoint
@@ -17,40 +14,72 @@ never recorded as done.
 from __future__ import annotations
 
 import contextlib
-import time
+import sys
 import uuid
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import psycopg
 import sqlalchemy as sa
 from psycopg.pq import TransactionStatus
 from sqlalchemy import event
 
-from celery_pglock import claims, errors, ledger, locks, sessions
+from celery_pglock import claims, errors, sessions, transaction_locks
 
-_BEGIN: Final = b"begin isolation level read committed"
-# Through a pooler nothing may be SET for longer than the transaction.
-_LOCK: Final = b"""
-with l as materialized (
- select case when %(run_key)s::bigint is null then true
-  else pg_catalog.pg_try_advisory_xact_lock(%(run_key)s::bigint) end as run
-), n as materialized (
- select case when run then pg_catalog.pg_try_advisory_xact_lock(%(name_key)s::bigint) end as name
- from l
-)
-select l.run, n.name,
- pg_catalog.set_config('application_name', %(application)s::text, true),
- pg_catalog.set_config('idle_in_transaction_session_timeout', '0', true)
-from l cross join n
-"""
+Records = transaction_locks.Records
 
-# A run lock that is taken although the claim is ours: another claim looks at this period and
-# has it for the length of its statement. It will find our claim and give way, so we must not;
-# but we have to be done well within the time that protects a claim without locks.
-_LOOKED_AT: Final = 1.0
-_POLL: Final = 0.01
 
-Records = ledger.Ledger | locks.NameLockOnly
+class Transaction(Protocol):
+    """The transaction of one run, whoever's connection it is on.
+
+    Attributes:
+        connection: what the body writes through.
+        commit_sent: whether COMMIT was sent: before that, a broken session means ROLLBACK.
+        afterwards: what was raised, after the commit, by what the body had left for then.
+    """
+
+    commit_sent: bool
+    afterwards: BaseException | None
+
+    @property
+    def connection(self) -> Any:
+        """What the body writes through."""
+        ...
+
+    @property
+    def open(self) -> bool:
+        """Whether the transaction, and with it the locks, still stands; no query."""
+        ...
+
+    def begin(self) -> transaction_locks.Refusal | None:
+        """Open the transaction and take the locks; None when all is ours."""
+        ...
+
+    def complete(self) -> bool:
+        """Record ``done`` and commit; return False, rolled back, when the claim was not ours."""
+        ...
+
+    def abandon(
+        self, status: claims.Status, reason: str | None, error: str | None, retry_in: float | None
+    ) -> bool:
+        """Undo the body's work and record what came of it; return whether the row was ours."""
+        ...
+
+    def missed_by(self, interruption: BaseException) -> BaseException | None:
+        """Return what must not be forgotten although the transaction has been committed.
+
+        Args:
+            interruption: it struck between the commit and its answer.
+        """
+        ...
+
+    @staticmethod
+    def driver_error(error: BaseException) -> psycopg.Error | None:
+        """Return the driver's error in one that this connection raises, or None."""
+        ...
+
+
+Begin = Callable[[sessions.Session, Records, claims.Work, uuid.UUID], Transaction]
 
 
 class WorkingTransaction:
@@ -77,72 +106,36 @@ class WorkingTransaction:
         self._ended: str | None = None
         self._closing = False
         self.commit_sent = False
+        self.afterwards: BaseException | None = None
 
-    def begin(self) -> Literal["running", "held"] | None:
+    def begin(self) -> transaction_locks.Refusal | None:
         """Open the transaction and take the locks; None when all is ours.
-
-        ``running``: the period is in somebody else's hands; ``held``: the lock name is. In
-        both cases the transaction has been rolled back.
 
         Raises:
             psycopg.Error: the session is broken and has been closed.
         """
         session = self._session
-        engine = session.engine
+        outer = sys.exception()
         try:
-            deadline = time.monotonic() + _LOOKED_AT
-            while (refusal := self._lock()) is not None:
-                session.execute(b"rollback")
-                if refusal != "looked at" or time.monotonic() > deadline:
-                    return "held" if refusal == "held" else "running"
-                time.sleep(_POLL)
+            engine = session.engine
+            refusal = transaction_locks.take(session, self._records, self._work, self._claim)
+            if refusal is not None:
+                return refusal
             self.connection = engine.connect()
             self._root = self.connection.begin()
             self._savepoint = self.connection.begin_nested()
             event.listen(self.connection, "commit", self._on_commit)
             event.listen(self.connection, "rollback", self._on_rollback)
             event.listen(self.connection, "before_cursor_execute", self._on_execute)
-        except BaseException:
+        except BaseException as error:
             session.close()
+            if (struck := hidden_behind(error, outer)) is not None:
+                raise struck from None
+            if isinstance(error, sa.exc.DBAPIError) and isinstance(error.orig, psycopg.Error):
+                # Ours and not the body's: told as any other fault of the database.
+                raise error.orig from None
             raise
         return None
-
-    def _lock(self) -> Literal["running", "held", "looked at"] | None:
-        work = self._work
-        connection = self._session.connection
-        try:
-            with connection.pipeline():
-                connection.execute(_BEGIN)
-                locked = connection.execute(
-                    _LOCK,
-                    {
-                        "run_key": work.run_key,
-                        "name_key": work.name_key,
-                        "application": work.application,
-                    },
-                )
-                mine = self._ask_whose(connection)
-        except psycopg.Error as error:
-            # A time limit that strikes while the pipeline is left is hidden behind psycopg's
-            # "cannot exit pipeline mode"; told as that, it would be taken for a database fault.
-            struck = error.__context__
-            while isinstance(struck, psycopg.Error):
-                struck = struck.__context__
-            if struck is not None:
-                raise struck from None
-            raise
-        run, name, *_ = locked.fetchone() or (False, False)
-        if not mine():
-            return "running"
-        if not run:
-            return "looked at"
-        return None if name else "held"
-
-    def _ask_whose(self, connection: psycopg.Connection[Any]) -> Any:
-        if not isinstance(self._records, ledger.Ledger) or self._work.period is None:
-            return lambda: True
-        asked = self._records.ask_whose(connection, self._work, self._claim)
-        return lambda: asked.fetchone() is not None
 
     def complete(self) -> bool:
         """Record ``done`` and commit; return False, rolled back, when the claim was not ours.
@@ -224,6 +217,16 @@ class WorkingTransaction:
             )
         )
 
+    def missed_by(self, interruption: BaseException) -> BaseException | None:  # noqa: ARG002
+        """Return None: the body has left nothing for after the commit."""
+        return None
+
+    @staticmethod
+    def driver_error(error: BaseException) -> psycopg.Error | None:
+        """Return psycopg's error, as it is or as SQLAlchemy's cause, or None."""
+        cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+        return cause if isinstance(cause, psycopg.Error) else None
+
     def _undo(self) -> bool:
         """Roll back to the savepoint; False when that cannot be done."""
         if not self._savepoint.is_active:
@@ -275,3 +278,20 @@ class WorkingTransaction:
             self._ended = "it was ended by a COMMIT or ROLLBACK that was sent as text"
         # What is executed after the end would commit by itself.
         self._refuse_ended()
+
+
+def hidden_behind(error: BaseException, outer: BaseException | None) -> BaseException | None:
+    """Return what struck while the transaction began, if a database error hides it, or None.
+
+    A time limit that strikes while psycopg's pipeline is left, or in SQLAlchemy's first queries,
+    comes out as "cannot exit pipeline mode" or "another command is already in progress". Told
+    as that, it would be taken for a fault of the database.
+
+    Args:
+        error: what was raised.
+        outer: what was being handled before, which has nothing to do with it.
+    """
+    found: BaseException | None = error
+    while isinstance(found, psycopg.Error | sa.exc.DBAPIError) and found is not outer:
+        found = found.__context__
+    return None if found is outer or found is error else found

@@ -1,12 +1,24 @@
-"""The list of fixture plugins; nothing else."""
+"""The list of fixture plugins, and the signals as a terminal would have them."""
 
 from __future__ import annotations
 
+import signal
+
 pytest_plugins = [
+    "celery_pglock.testing",
     "tests.support.requirements",
     "tests.support.servers",
+    "tests.support.clocks",
+    "tests.support.commands",
     "tests.support.databases",
     "tests.support.processes",
     "tests.support.pgbouncer",
+    "tests.support.guides",
     "tests.support.stage",
+    "tests.support.django_site",
 ]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell. What the tests start would inherit that and not be
+    # ended by Ctrl+C, as it is at a terminal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,19 @@ import click
 from typing_extensions import override
 
 from celery_pglock import errors, settings
-from celery_pglock.cli import migrate, runs, status
+from celery_pglock.cli import (
+    doctor,
+    entries,
+    locks,
+    migrate,
+    pause,
+    prune,
+    rerun,
+    resign,
+    runs,
+    status,
+    trigger,
+)
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -44,7 +56,12 @@ def pglock(ctx: click.Context) -> None:
         raise click.UsageError(
             "which application? Give it before the command: celery -A proj pglock …"
         )
-    ctx.obj.settings = settings.of(app)
+    if ctx.invoked_subcommand == "doctor":  # which says itself what is wrong with the settings
+        return
+    ctx.obj.settings = config = settings.of(app)
+    if config.django_alias is not None:
+        # With its modules Celery sets Django up, which has to say where the database is.
+        app.loader.import_default_modules()
 
 
 @contextlib.contextmanager
@@ -62,6 +79,15 @@ def _ending() -> Iterator[None]:
         raise _Ended(str(error), code) from None
 
 
+pglock.add_command(doctor.command)
+pglock.add_command(locks.command)
+pglock.add_command(entries.entries)
 pglock.add_command(migrate.command)
+pglock.add_command(pause.pause)
+pglock.add_command(pause.resume)
+pglock.add_command(prune.command)
+pglock.add_command(rerun.command)
+pglock.add_command(resign.command)
 pglock.add_command(runs.command)
 pglock.add_command(status.command)
+pglock.add_command(trigger.command)

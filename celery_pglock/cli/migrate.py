@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from celery_pglock import connections, errors, schema, sessions
+from celery_pglock import connections, errors, schema, sessions, stacks
 
 
 @click.command(name="migrate")
@@ -39,7 +39,7 @@ def command(ctx: click.Context, *, sql: bool, check: bool) -> None:
 def _say_pooler(target: connections.Target) -> None:
     plan = sessions.Plan(target=target, level="session", application="pglock:migrate")
     try:
-        session = sessions.open_session(plan)
+        session = stacks.open_session(plan)
     except errors.TransactionPooler as error:
         click.echo(f"Warning: {error}.", err=True)
         return

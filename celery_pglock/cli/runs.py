@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import json
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from typing import Any, Final
 import click
 import sqlalchemy as sa
 
-from celery_pglock import connections, schema, settings, tables
+from celery_pglock import settings, tables
+from celery_pglock.cli import session
 
 _STATUSES: Final = ("sent", "running", "retrying", "done", "failed", "skipped", "missed")
 _SHOWN: Final = ("job", "period", "status", "attempts", "started_at", "seconds", "node", "reason")
@@ -46,8 +46,8 @@ def command(
 def _read(
     config: settings.Settings, job: str | None, status: Sequence[str], limit: int
 ) -> list[dict[str, Any]]:
-    target, schema_name, namespace = config.target(), config.schema, config.namespace
-    runs = tables.job_runs(sa.MetaData(), schema_name)
+    namespace = config.namespace
+    runs = tables.job_runs(sa.MetaData(), config.schema)
     newest = sa.func.coalesce(runs.c.started_at, runs.c.finished_at, runs.c.sent_at)
     query = sa.select(runs).order_by(newest.desc().nulls_last(), runs.c.period.desc()).limit(limit)
     # Two applications in one database are not shown each other's runs.
@@ -57,8 +57,7 @@ def _read(
         query = query.where(runs.c.job == full)
     if status:
         query = query.where(runs.c.status.in_(status))
-    with contextlib.closing(connections.connect(target, application="pglock runs")) as connection:
-        schema.check(connection, schema_name)
+    with session.connected(config, "runs") as connection:
         engine = sa.create_engine(
             "postgresql+psycopg://", creator=lambda: connection, poolclass=sa.StaticPool
         )
@@ -66,8 +65,7 @@ def _read(
             with engine.connect() as executing:
                 return [dict(row) for row in executing.execute(query).mappings()]
         except sa.exc.DBAPIError as error:
-            with schema.translated(connections.describe_open(connection), schema_name):
-                raise (error.orig or error) from None
+            raise (error.orig or error) from None
 
 
 def _text(row: dict[str, Any], name: str) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import json
 from typing import Any, Final
 
 import click
-from psycopg import sql
 from psycopg.rows import dict_row
 
-from celery_pglock import connections, keys, locks, schema, settings, tables
+from celery_pglock import elections, keys, locks, settings, statements
+from celery_pglock.cli import session
 
 _LEADER: Final = """
 select t.node, t.term, t.elected_at, t.last_tick_at, t.resigned_at, h.pid,
@@ -26,18 +25,16 @@ where datname = pg_catalog.current_database()
  and pg_catalog.starts_with(application_name, %(application)s::text)
 order by node, pid
 """
-_HOLDERS: Final = """
+_HOLDERS: Final = f"""
 select r.job, r.period, r.node, r.attempts, r.started_at, r.task_id, l.pid
-from {runs} r join pg_catalog.pg_locks l on l.locktype = 'advisory' and l.objsubid = 1
- and l.granted and ((l.classid::bigint << 32) | l.objid::bigint) = r.name_key
- and l.database = (select d.oid from pg_catalog.pg_database d
-  where d.datname = pg_catalog.current_database())
+from {{runs}} r join ({locks.HELD_KEYS}) l on l.key = r.name_key
 where r.status = 'running' and pg_catalog.starts_with(r.job, %(prefix)s::text)
 order by r.started_at
 """
 _NEXT: Final = """
 select entry, task, next_due_at, published_at is null and due_at is not null as unconfirmed
 from {entries} where namespace = %(namespace)s::text and next_due_at is not null
+ and (definition is not null or registered is null)
 order by next_due_at limit 10
 """
 
@@ -60,41 +57,35 @@ def command(ctx: click.Context, *, as_json: bool) -> None:
 
 
 def _read(config: settings.Settings) -> dict[str, Any]:
-    names = {**tables.names(config.schema), "held_by": locks.HELD_BY}
     parameters = {
         "namespace": config.namespace,
         "prefix": f"{config.namespace}:",
         "key": keys.from_name(config.namespace, "beat", "leader"),
-        "application": f"pglock:standby:{config.namespace}@",
+        "application": elections.application("standby", config.namespace),
     }
-    target = config.target()
-    with contextlib.closing(connections.connect(target, application="pglock status")) as connection:
-        schema.check(connection, config.schema)
-        with (
-            schema.translated(connections.describe_open(connection), config.schema),
-            connection.cursor(row_factory=dict_row) as cursor,
-        ):
+    with (
+        session.connected(config, "status") as connection,
+        connection.cursor(row_factory=dict_row) as cursor,
+    ):
 
-            def rows(template: str) -> list[dict[str, Any]]:
-                cursor.execute(sql.SQL(template).format(**names), parameters)
-                return cursor.fetchall()
+        def rows(template: str) -> list[dict[str, Any]]:
+            cursor.execute(statements.statement(template, config.schema), parameters)
+            return cursor.fetchall()
 
-            term = rows(_LEADER)[0]
-            return {
-                "namespace": config.namespace,
-                "database": f"{connection.info.host}:{connection.info.port}/"
-                f"{connection.info.dbname}",
-                "now": term["now"],
-                "leader": None
-                if term["pid"] is None
-                else {
-                    name: term[name]
-                    for name in ("node", "term", "pid", "elected_at", "last_tick_at")
-                },
-                "standbys": rows(_STANDBYS),
-                "holders": rows(_HOLDERS),
-                "next": rows(_NEXT),
-            }
+        term = rows(_LEADER)[0]
+        return {
+            "namespace": config.namespace,
+            "database": f"{connection.info.host}:{connection.info.port}/{connection.info.dbname}",
+            "now": term["now"],
+            "leader": None
+            if term["pid"] is None
+            else {
+                name: term[name] for name in ("node", "term", "pid", "elected_at", "last_tick_at")
+            },
+            "standbys": rows(_STANDBYS),
+            "holders": rows(_HOLDERS),
+            "next": rows(_NEXT),
+        }
 
 
 def _lines(status: dict[str, Any]) -> list[str]:

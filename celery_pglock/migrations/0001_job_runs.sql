@@ -7,6 +7,7 @@ CREATE TABLE {schema}.job_runs (
     attempts integer NOT NULL DEFAULT 0,
     lost_attempts integer NOT NULL DEFAULT 0,
     postponements integer NOT NULL DEFAULT 0,
+    rescues integer NOT NULL DEFAULT 0,
     claim uuid,
     name_key bigint,
     task text,
@@ -30,3 +31,7 @@ CREATE TABLE {schema}.job_runs (
 -- Rows that are not settled are few, however long the history is: found by lock name.
 CREATE INDEX job_runs_open_idx ON {schema}.job_runs (name_key)
     WHERE status IN ('sent', 'running', 'retrying');
+
+-- Finds the oldest of those that are, for the clean-up.
+CREATE INDEX job_runs_settled_idx ON {schema}.job_runs (finished_at)
+    WHERE status IN ('done', 'failed', 'skipped', 'missed');

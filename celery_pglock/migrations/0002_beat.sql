@@ -27,5 +27,6 @@ CREATE TABLE {schema}.beat_terms (
     last_tick_at timestamptz NOT NULL,
     resigned_at timestamptz,
     fingerprint text,
+    missed_until timestamptz,
     CONSTRAINT beat_terms_pkey PRIMARY KEY (namespace)
 );

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -102,3 +103,16 @@ def make_bench(
     """Make benches of this test's own: `make_bench("rabbitmq", backend=None)`."""
     with _making(request, postgres_server, template_database, valkey_server, processes) as make:
         yield make
+
+
+@pytest.fixture
+def key() -> str:
+    """A key of this test's own."""
+    return f"key-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def taken(bench: Bench, key: str) -> Iterator[str]:
+    """A key whose lock a run of `job` holds, on the bench of the module."""
+    with bench.held(key):
+        yield key

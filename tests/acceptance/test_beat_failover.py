@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import signal
+import random
 import statistics
+import time
 from pathlib import Path
 
 import psycopg
 import pytest
 
+from tests.support.broker_log import watched
 from tests.support.processes import Process, eventually
 from tests.support.stage import MakeStage, Stage
 
-# The figures in the documentation are of 30 kills and 20 stops.
-KILLS = int(os.environ.get("PGLOCK_TEST_KILLS", "5"))
+# The figures in the documentation are of 300 kills, 100 stops and 30 freezes.
+KILLS = int(os.environ.get("PGLOCK_TEST_KILLS", "30"))
 STOPS = int(os.environ.get("PGLOCK_TEST_STOPS", "5"))
-
-
-def _first_after(stage: Stage, moment: dt.datetime) -> tuple[dt.datetime, float]:
-    """Wait for the first occurrence due after a moment to be sent; return it and its lateness."""
-
-    def sent() -> list[tuple[dt.datetime, dt.datetime]]:
-        return stage.rows(
-            "SELECT due_at, sent_at FROM pglock.job_runs WHERE due_at > %s AND sent_at IS NOT NULL"
-            " ORDER BY due_at LIMIT 1",
-            moment,
-        )
-
-    ((due, at),) = eventually(sent, 20, f"an occurrence after {moment} is sent")
-    return due, (at - due).total_seconds()
-
-
-def _now(stage: Stage) -> dt.datetime:
-    ((now,),) = stage.rows("SELECT pg_catalog.clock_timestamp()")
-    assert isinstance(now, dt.datetime)
-    return now
+FREEZES = int(os.environ.get("PGLOCK_TEST_FREEZES", "2"))
+LEASE = 2.0
+# A busy machine may take so long to replace a frozen leader that this counts as a downtime.
+FREEZING = {"pglock_leader_lease": LEASE, "pglock_catchup": 100}
 
 
 def _standing(beat: Process) -> Process:
@@ -44,87 +30,95 @@ def _standing(beat: Process) -> Process:
     return beat
 
 
+def _slack(variable: str) -> float:
+    # A busy machine delays the processes themselves; the documented figures are measured
+    # with the variable set, on a machine that does nothing else.
+    return 0.0 if variable in os.environ else 3.0
+
+
+def _pace() -> random.Random:
+    seed = random.SystemRandom().randrange(1_000_000)
+    print(f"\nseed {seed}")
+    return random.Random(seed)  # noqa: S311 - not for secrets
+
+
+def _figures(lateness: list[float]) -> str:
+    p95 = sorted(lateness)[round(0.95 * (len(lateness) - 1))]
+    return (
+        f"lateness median {statistics.median(lateness):.3f} s, 95 % {p95:.3f} s,"
+        f" max {max(lateness):.3f} s, n {len(lateness)}"
+    )
+
+
+def _end(stage: Stage, beats: list[Process]) -> int:
+    for beat in beats:
+        _standing(beat)  # before that it does not know what a signal is
+        beat.terminate()
+        assert beat.wait() == 0
+    return stage.expect_each_once()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120 + 10 * KILLS)
 def test_a_killed_leader_is_replaced_and_each_occurrence_runs_once(
     make_stage: MakeStage,
 ) -> None:
-    """C03 (a): SIGKILL; the lateness of the first occurrence that falls due afterwards."""
+    """C03 (a): SIGKILL among three; the lateness of what falls due first afterwards."""
     stage = make_stage({"one": 1.0, "two": 1.0})
     stage.worker()
-    beats = [_standing(stage.beat()), _standing(stage.beat())]
+    beats = [stage.beat() for _ in range(3)]
+    pace = _pace()
     lateness = []
-    for _ in range(KILLS):
-        term = stage.term()
-        leader = stage.leader(beats)
-        killed_at = _now(stage)
-        leader.kill()
-        beats.remove(leader)
-        lateness.append(_first_after(stage, killed_at)[1])
-        (survivor,) = beats
-        gained = survivor.wait_for_line(rf"leadership gained: .* in term {term + 1}; (.*)")
-        assert f":{leader.pid} vanished in term {term}" in gained[1]
-        beats.append(_standing(stage.beat()))
-    for beat in beats:
-        beat.terminate()
-        assert beat.wait() == 0
-    count = stage.expect_each_once()
-    print(
-        f"\n{KILLS} kills, {count} occurrences: lateness median {statistics.median(lateness):.3f}"
-        f" s, max {max(lateness):.3f} s"
-    )
-    assert statistics.median(lateness) <= 0.5
-    assert max(lateness) <= 1.0 + _slack()
+    began = time.monotonic()
+    with stage.witness() as witness:
+        for _ in range(KILLS):
+            leader = stage.leader(beats)
+            term = stage.term()
+            # Of the two others the one that was started last may not be ready yet.
+            _standing(next(beat for beat in beats if beat is not leader))
+            time.sleep(pace.uniform(0.0, 1.0))
+            moment = witness.now()
+            leader.kill()
+            beats.remove(leader)
+            beats.append(stage.beat())
+            lateness.append(witness.lateness_after(moment))
+            heir = stage.leader(beats, not_before_term=term + 1)
+            gained = heir.wait_for_line(rf"leadership gained: .* in term {term + 1}; (.*)")
+            assert f":{leader.pid} vanished in term {term}" in gained[1]
+    took = time.monotonic() - began
+    count = _end(stage, beats)
+    print(f"{KILLS} kills in {took:.0f} s, {count} occurrences: {_figures(lateness)}")
+    assert statistics.median(lateness) <= 0.5 + _slack("PGLOCK_TEST_KILLS")
+    assert max(lateness) <= 1.0 + _slack("PGLOCK_TEST_KILLS")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120 + 10 * STOPS)
 def test_a_stopped_leader_hands_over_at_once(make_stage: MakeStage) -> None:
     """C02: SIGTERM; the standby is told, so nothing waits for a poll."""
     stage = make_stage({"one": 1.0})
     stage.worker()
-    beats = [_standing(stage.beat()), _standing(stage.beat())]
+    beats = [stage.beat(), stage.beat()]
+    pace = _pace()
     lateness = []
-    for _ in range(STOPS):
-        leader = stage.leader(beats)
-        stopped_at = _now(stage)
-        leader.terminate()
-        assert leader.wait() == 0
-        assert "Traceback" not in leader.output()
-        beats.remove(leader)
-        lateness.append(_first_after(stage, stopped_at)[1])
-        (survivor,) = beats
-        survivor.wait_for_line(rf":{leader.pid} resigned from term")
-        beats.append(_standing(stage.beat()))
-    for beat in beats:
-        beat.terminate()
-        assert beat.wait() == 0
-    count = stage.expect_each_once()
-    print(f"\n{STOPS} stops, {count} occurrences: lateness max {max(lateness):.3f} s")
-    assert max(lateness) <= 0.2 + _slack()
-
-
-@pytest.mark.parametrize("step", ["DiesBeforePublishing", "DiesBeforeConfirming"])
-def test_a_leader_that_dies_between_two_steps_neither_loses_nor_doubles(
-    make_stage: MakeStage, tmp_path: Path, step: str
-) -> None:
-    """C03 (b): after the claim, and after the publication."""
-    stage = make_stage({"one": 1.0}, extra={"APP_MARKER": str(tmp_path / "marker")})
-    stage.worker()
-    doomed = stage.beat(scheduler=f"tests.apps.beat_faults:{step}")
-    stage.leader([doomed])
-    heir = _standing(stage.beat())
-    assert doomed.wait(20) == -signal.SIGKILL
-    ((unconfirmed,),) = stage.rows(
-        "SELECT count(*) FROM pglock.beat_entries WHERE published_at IS NULL AND due_at IS NOT NULL"
-        " OR due_at > clock_timestamp() - interval '1.5 s'"
-    )
-    assert unconfirmed == 1
-    stage.leader([heir])
-    stage.wait_for_runs(5)
-    heir.terminate()
-    heir.wait()
-    stage.expect_each_once()
+    with stage.witness() as witness:
+        for _ in range(STOPS):
+            for beat in beats:
+                _standing(beat)
+            leader = stage.leader(beats)
+            time.sleep(pace.uniform(0.0, 1.0))
+            moment = witness.now()
+            leader.terminate()
+            assert leader.wait() == 0
+            assert "Traceback" not in leader.output()
+            beats.remove(leader)
+            lateness.append(witness.lateness_after(moment))
+            (survivor,) = beats
+            survivor.wait_for_line(rf":{leader.pid} resigned from term")
+            beats.append(stage.beat())
+    count = _end(stage, beats)
+    print(f"{STOPS} stops, {count} occurrences: {_figures(lateness)}")
+    assert max(lateness) <= 0.2 + _slack("PGLOCK_TEST_STOPS")
 
 
 def test_only_one_of_three_beats_sends_and_the_others_say_so_once(make_stage: MakeStage) -> None:
@@ -200,41 +194,144 @@ def test_a_leader_whose_session_is_terminated_stands_by_and_leads_again(
     stage.expect_each_once()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 20 * FREEZES)
 def test_a_frozen_leader_is_replaced_and_sends_nothing_when_it_wakes(
     make_stage: MakeStage,
 ) -> None:
-    """SIGSTOP: the lease is what ends it, and it finds that out before it sends."""
-    stage = make_stage({"one": 1.0}, settings={"pglock_leader_lease": 2.0})
+    """SIGSTOP: the lease is what ends it, and it finds that out before it sends.
+
+    What it may send is a message that it was handing over at that moment: with the same id, so
+    that it runs once all the same.
+    """
+    stage = make_stage({"one": 1.0}, settings=FREEZING)
     stage.worker()
     beats = [_standing(stage.beat()), _standing(stage.beat())]
-    frozen = stage.leader(beats)
-    term = stage.term()
-    beats.remove(frozen)
-    frozen.stop()
-    heir = stage.leader(beats, not_before_term=term + 1)
-    ran = len(stage.rows("SELECT 1 FROM ran"))
-    stage.wait_for_runs(ran + 2)
-    sends = frozen.output().count("Sending due task")
-    frozen.cont()
-    frozen.wait_for_line("leadership lost: ")
-    stage.wait_for_runs(ran + 4)
-    assert frozen.output().count("Sending due task") == sends
-    for beat in (frozen, heir):
-        beat.terminate()
-        assert beat.wait() == 0
-    stage.expect_each_once()
+    pace = _pace()
+    lateness = []
+    in_hand: set[str] = set()
+    with stage.witness() as witness, watched(stage.broker, stage.queue) as log:
+        ends = []
+        for _ in range(FREEZES):
+            frozen = stage.leader(beats)
+            term = stage.term()
+            stood = frozen.output().count("standby: ")
+            time.sleep(pace.uniform(0.0, 1.0))
+            moment = witness.now()
+            _freeze(frozen)
+            stopped_at, holding = witness.now(), witness.unconfirmed()
+            lateness.append(witness.lateness_after(moment))
+            stage.leader(beats, not_before_term=term + 1)
+            sends = frozen.output().count("Sending due task")
+            ends.append((term, stopped_at, dt.datetime.now(dt.UTC), holding))
+            frozen.cont()
+            frozen.wait_for_line(rf"leadership lost: .*\(term {term}\)")
+            frozen.wait_for_line("standby: ", count=stood + 1)
+            assert frozen.output().count("Sending due task") - sends <= len(holding)
+        count = _end(stage, beats)
+        # All that was ever sent is known by now, and can be judged.
+        for term, stopped_at, woken_at, holding in ends:
+            in_hand |= {it.task_id for it in log.expect_silence(term, woken_at, holding)}
+            claims = "SELECT period FROM pglock.job_runs WHERE term = %s AND due_at > %s"
+            assert stage.rows(claims, term, stopped_at) == []
+        log.expect_one_leader_after_the_other(in_hand)
+    print(f"{FREEZES} freezes, {count} occurrences, {len(in_hand)} in hand: {_figures(lateness)}")
+    assert max(lateness) <= LEASE + 1.0 + _slack("PGLOCK_TEST_FREEZES")
 
 
-def _slack() -> float:
-    # A busy machine delays the processes themselves; the documented figures are measured
-    # with PGLOCK_TEST_KILLS set, on a machine that does nothing else.
-    return 0.0 if "PGLOCK_TEST_KILLS" in os.environ else 1.0
+def test_control_a_leader_that_trusts_itself_sends_when_it_wakes(make_stage: MakeStage) -> None:
+    stage = make_stage({"one": 1.0}, settings=FREEZING)
+    trusting = _standing(stage.beat(scheduler="tests.apps.beat_trusting:Trusting"))
+    stage.leader([trusting])
+    heir = _standing(stage.beat())
+    with stage.witness() as witness, watched(stage.broker, stage.queue) as log:
+        _freeze(trusting)
+        witness.lateness_after(witness.now())
+        stage.leader([heir], not_before_term=2)
+        woken_at = dt.datetime.now(dt.UTC)
+        trusting.cont()
+        eventually(lambda: log.of_term(1, woken_at), 20, "it sends although another leads")
+        with pytest.raises(AssertionError, match="term 1 was over"):
+            log.expect_silence(1, woken_at)
+        eventually(lambda: log.messages()[-1].term == 2, 20, "the other sends too")
+        with pytest.raises(AssertionError):
+            log.expect_one_leader_after_the_other()
 
 
-def test_the_table_of_this_module_has_no_constraint(make_stage: MakeStage) -> None:
-    """The control: the table in which runs are counted takes doubles."""
+@pytest.mark.parametrize(
+    "scheduler", ["FreezesInHand", pytest.param("TrustsAfterFreezing", marks=pytest.mark.chaos)]
+)
+def test_a_leader_that_is_frozen_in_a_burst_sends_no_more_than_the_message_in_its_hand(
+    make_stage: MakeStage, tmp_path: Path, scheduler: str
+) -> None:
+    """It asks itself before each message, and not once for all of them: the second is the control.
+
+    What it sends then carries the id that its heir has used too: the ledger refuses it.
+    """
+    stage = make_stage(
+        dict.fromkeys(("one", "two", "three"), 1.0),
+        settings=FREEZING,
+        extra={"APP_MARKER": str(tmp_path / "marker")},
+    )
+    stage.worker()
+    with stage.witness() as witness, watched(stage.broker, stage.queue) as log:
+        frozen = _standing(stage.beat(scheduler=f"tests.apps.beat_freezing:{scheduler}"))
+        stage.leader([frozen])
+        heir = _standing(stage.beat())
+        (tmp_path / "marker").touch()
+        eventually(lambda: _state(frozen) == "T", 20, "it freezes itself")
+        moment, holding = witness.now(), witness.unconfirmed()
+        assert len(holding) == 3
+        witness.lateness_after(moment)
+        stage.leader([heir], not_before_term=2)
+        woken_at = dt.datetime.now(dt.UTC)
+        frozen.cont()
+        if scheduler == "TrustsAfterFreezing":
+            eventually(lambda: len(log.of_term(1, woken_at)) > 1, 20, "it sends the rest")
+            with pytest.raises(AssertionError, match="term 1 was over"):
+                log.expect_silence(1, woken_at, holding)
+            return
+        frozen.wait_for_line(r"leadership lost: .*\(term 1\)")
+        frozen.wait_for_line("standby: ")
+        _end(stage, [frozen, heir])
+        # Nothing at all where the transport sends a burst as a whole: that is given up.
+        for sent in log.expect_silence(1, woken_at, holding):
+            assert [it.term for it in log.messages() if it.task_id == sent.task_id] == [2, 1]
+
+
+def _freeze(beat: Process) -> None:
+    beat.stop()
+    eventually(lambda: _state(beat) == "T", what="it is frozen", interval=0.001)
+
+
+def _state(process: Process) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_control_two_stock_beats_send_everything_twice(make_stage: MakeStage) -> None:
     stage = make_stage({"one": 1.0})
+    with watched(stage.broker, stage.queue) as log:
+        beats = [stage.beat("-s", os.devnull, scheduler="celery.beat:Scheduler") for _ in "ab"]
+        for beat in beats:
+            beat.wait_for_line("Sending due task one", count=3)
+        eventually(lambda: len(log.messages()) >= 6, what="both have sent")
+        assert {it.sender for it in log.messages()} == {beat.pid for beat in beats}
+        # With other ids each time: so nobody can tell that two of them are the same.
+        assert len({it.task_id for it in log.messages()}) >= 6
+
+
+def test_control_a_run_that_is_lost_or_doubled_is_seen(make_stage: MakeStage) -> None:
+    """The table in which runs are counted takes doubles, and the schedule tells what is due."""
+    stage = make_stage({"one": 1.0})
+    stage.worker()
+    beat = stage.beat()
+    stage.wait_for_runs(3)
+    assert _end(stage, [beat]) >= 3
     with psycopg.connect(stage.url, autocommit=True) as connection:
-        for _ in range(2):
-            connection.execute("INSERT INTO ran VALUES ('one', '2026-01-01Z', 1)")
-    assert len(stage.rows("SELECT 1 FROM ran")) == 2
+        for change in (
+            "INSERT INTO ran SELECT * FROM ran ORDER BY due LIMIT 1",
+            "DELETE FROM ran WHERE due = (SELECT min(due) FROM ran)",
+        ):
+            connection.execute(change)
+            with pytest.raises(AssertionError, match="entry one: "):
+                stage.expect_each_once()

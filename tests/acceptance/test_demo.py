@@ -195,7 +195,11 @@ def test_unguarded_it_doubles(processes: Processes) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.chaos),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.chaos),
+    ],
 )
 @pytest.mark.parametrize("moment", [r"two 'celery beat", r"written since"])
 def test_however_it_ends_it_leaves_nothing_running(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -52,4 +54,46 @@ def test_the_example_writes_its_invoices_once(
     )
     assert set(runs) == {("done", 1)}
     ((invoices,),) = database.rows("SELECT count(*) FROM invoices")
+    assert invoices == 50 * len(runs)
+
+
+@pytest.mark.timeout(300)
+def test_the_django_example_writes_and_sends_its_invoices_once(
+    blank_database: Database, processes: Processes, fresh_redis_url: str, tmp_path: Path
+) -> None:
+    shutil.copytree(REPOSITORY / "docs/examples/django", tmp_path / "site")
+    parts = urlsplit(blank_database.url)
+    env = {
+        "BROKER_URL": fresh_redis_url,
+        "PGDATABASE": blank_database.name,
+        "PGHOST": parts.hostname or "",
+        "PGPORT": str(parts.port or ""),
+        "PGUSER": parts.username or "",
+        "PGPASSWORD": parts.password or "",
+        "PYTHONPATH": f"{tmp_path / 'site'}:{REPOSITORY}",
+    }
+    manage = str(tmp_path / "site/manage.py")
+    for arguments in (["migrate"], ["check", "--database", "default"]):
+        done = processes.python(manage, *arguments, env=env, name=arguments[0])
+        assert done.wait(100) == 0, done.output()
+        assert arguments[0] != "check" or "no issues" in done.output()
+    # The other commands find the database by the alias too.
+    command = processes.celery("proj", "pglock", "migrate", "--check", env=env, name="migrate")
+    assert command.wait(60) == 0, command.output()
+    beat = processes.celery("proj", "beat", "-S", "pglock", "--pidfile=", "-l", "INFO", env=env)
+    beat.wait_for_line("leadership gained: ")
+    blank_database.rows("INSERT INTO invoices_customer (name) SELECT generate_series(1, 50)")
+    worker = processes.celery("proj", "worker", "-c", "1", "-l", "INFO", "-n", "site@x", env=env)
+    worker.wait_for_line(r"ready\.")
+    # Twice in one period, unless midnight passes in between.
+    for number in (1, 2):
+        call = processes.celery("proj", "call", "invoices.write", env=env, name="call")
+        assert call.wait() == 0
+        worker.wait_for_line(r"invoices\.write\[\S+\] (succeeded|ignored)", count=number)
+    worker.wait_for_line(r"invoices\.send\[\S+\] succeeded in \S+: 50$")
+    runs = blank_database.rows(
+        "SELECT status, attempts FROM pglock.job_runs WHERE job = 'proj:invoices.write'"
+    )
+    assert set(runs) == {("done", 1)}
+    ((invoices,),) = blank_database.rows("SELECT count(*) FROM invoices_invoice")
     assert invoices == 50 * len(runs)

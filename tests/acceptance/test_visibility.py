@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ def bench(make_shared_bench: MakeBench) -> Bench:
     bench = make_shared_bench(visibility_timeout=60)
     bench.worker(concurrency=3)
     return bench
-
-
-@pytest.fixture
-def key() -> str:
-    return f"key-{uuid.uuid4()}"
 
 
 def pglock(bench: Bench, *arguments: str) -> tuple[int, str]:

@@ -28,7 +28,7 @@ def application() -> celery.Celery:
         worker_prefetch_multiplier=1,
         timezone="Europe/Berlin",
         pglock_database_url=os.environ["APP_DATABASE_URL"],
-        **json.loads(os.environ.get("APP_SETTINGS", "{}")),
     )
+    app.conf.update(json.loads(os.environ.get("APP_SETTINGS", "{}")))
     recording.start()
     return app

@@ -65,6 +65,8 @@ WORKING: dict[str, dict[str, Any]] = {
     "retrying_lock": {"lock_name": "retrying"},
     "unledgered": {"once_per": None},
     "transactional": {"lock_level": "transaction"},
+    "late_transactional": {"lock_level": "transaction", **LATE},
+    "warned": {"lock_lost": "warn"},
 }
 for _name, _options in WORKING.items():
     register(base=LockedTask, bind=True, name=_name, **{"lock_by": ("key",), **_options})(work)
@@ -115,13 +117,14 @@ def retrying(
             self.retry(countdown=countdown)
         except celery.exceptions.Retry:
             if linger:
-                recording.wait_for_gate(_delivered(self.request.id, retries + 1))
+                recording.wait_for_gate(delivered(self.request.id, retries + 1))
                 recording.note("came early", key=key)
             raise
     return retries
 
 
-def _delivered(task_id: str | None, retries: int) -> str:
+def delivered(task_id: str | None, retries: int) -> str:
+    """Name the gate at which a run waits for the arrival of its own retry."""
     return f"delivered {task_id} {retries}"
 
 
@@ -131,7 +134,7 @@ def tell_delivery(task: Any, task_id: str, kwargs: dict[str, Any], **_: object) 
     retries = task.request.retries
     recording.note("delivered", task_id=task_id, retries=retries)
     if kwargs.get("linger"):
-        recording.open_gate(_delivered(task_id, retries))
+        recording.open_gate(delivered(task_id, retries))
 
 
 @app.task(
@@ -177,6 +180,24 @@ def in_a_query(self: LockedTask, key: str) -> None:
     with psycopg.connect(recording.url(), autocommit=True) as connection:
         recording.note_run("start", self.request.id, key=key, backend=connection.info.backend_pid)
         connection.execute("SELECT pg_sleep(30)")
+
+
+@app.task(
+    base=LockedTask, bind=True, name="in_a_statement", lock_level="transaction", lock_by=("key",)
+)
+def in_a_statement(
+    self: LockedTask, key: str, seconds: float, check_interval: str | None = None
+) -> None:
+    """Be busy in the server, on the connection of the transaction that is the lock."""
+    connection = current_run().connection
+    if check_interval is not None:
+        connection.execute(
+            sa.text("SELECT set_config('client_connection_check_interval', :value, true)"),
+            {"value": check_interval},
+        )
+    recording.note_run("start", self.request.id, key=key)
+    connection.execute(sa.text("SELECT pg_sleep(:seconds)"), {"seconds": seconds})
+    recording.note_run("end", self.request.id, key=key)
 
 
 @app.task(

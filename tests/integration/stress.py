@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import psycopg
 
-from celery_pglock import claims, execution, keys, ledger, sessions
+from celery_pglock import attempts, claims, execution, keys, ledger, sessions, stacks
 
 SIDE_TABLE = """
 create sequence moments;
@@ -88,13 +88,15 @@ class Claimer:
 
     def attempts(self) -> Callable[[claims.Work], bool]:
         """Return what tries a period once, and says whether it is closed afterwards."""
-        stack = sessions.Stack(self.plan)
+        stack = stacks.Stack(self.plan)
         if self.orders.level == "session":
             return lambda work: self.attempt_at_session_level(stack, work)
-        executor = execution.Executor(stack=stack, records=self.ledger, classify=_reraise_death)
+        executor = execution.Executor(
+            stack=stack, records=self.ledger, terms=attempts.Terms(classify=_reraise_death)
+        )
         return lambda work: self.attempt_at_transaction_level(executor, work)
 
-    def attempt_at_session_level(self, stack: sessions.Stack, work: claims.Work) -> bool:
+    def attempt_at_session_level(self, stack: stacks.Stack, work: claims.Work) -> bool:
         session = stack.take()
         claim = uuid.uuid4()
         answer = self.ledger.claim(session, work, claim=claim)

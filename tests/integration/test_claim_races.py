@@ -14,7 +14,17 @@ import psycopg
 import pytest
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import claims, errors, execution, ledger, sessions, statements, transactions
+from celery_pglock import (
+    attempts,
+    claims,
+    errors,
+    execution,
+    ledger,
+    sessions,
+    statements,
+    transaction_locks,
+    transactions,
+)
 from tests.integration.workbench import (
     PERIOD,
     Gate,
@@ -257,8 +267,8 @@ def test_control_without_grace_the_copy_takes_the_claimer_for_dead(
     status: str,
 ) -> None:
     text = statements.claim("pglock", "transaction")
-    assert text.count(b"interval '2 seconds'") == 2
-    use_claim(monkeypatch, text.replace(b"interval '2 seconds'", b"interval '0 seconds'"))
+    assert text.count(b"interval '2 s'") == 2
+    use_claim(monkeypatch, text.replace(b"interval '2 s'", b"interval '0 seconds'"))
     wanted = work(max_lost=max_lost)
     ours, others = (lock_sessions.open(database.url, "transaction") for _ in range(2))
     claimed = LEDGER.claim(ours, wanted, claim=uuid.uuid4())
@@ -293,7 +303,7 @@ def start_late(
     assert isinstance(claimed, claims.Claimed)
     gate = Gate(database)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transactions, "_LOCK", lock_text(gate))
+        patch.setattr(transaction_locks, "_LOCK", lock_text(gate))
         transaction = transactions.WorkingTransaction(ours, LEDGER, work(), claimed.claim)
         with in_thread(transaction.begin, gate) as refusal:
             gate.wait_for_arrival()
@@ -307,7 +317,7 @@ def start_late(
 def test_whose_the_claim_is_is_asked_after_the_locks(
     database: Database, lock_sessions: Sessions
 ) -> None:
-    text = transactions._LOCK  # noqa: SLF001 - the very text
+    text = transaction_locks._LOCK  # noqa: SLF001 - the very text
     refusal = start_late(
         database, lock_sessions, lambda gate: gate.before(text, RUN_LOCK["transaction"])
     )
@@ -324,7 +334,7 @@ def test_control_asked_in_the_same_statement_as_the_locks_it_is_answered_wrongly
     gate = Gate(database)
     question = statements.statement(statements.STILL_MINE, "pglock")
     text = replaced(
-        gate.before(transactions._LOCK, RUN_LOCK["transaction"]),  # noqa: SLF001
+        gate.before(transaction_locks._LOCK, RUN_LOCK["transaction"]),  # noqa: SLF001
         b"select l.run, n.name,",
         b"select l.run, n.name, exists (" + question + b") as mine,",
     )
@@ -360,7 +370,7 @@ def admitted(sessions_: list[sessions.Session], begin: bytes) -> list[bool]:
     for session in sessions_:
         session.execute(begin)
         answer = session.connection.execute(
-            transactions._LOCK,  # noqa: SLF001 - the very text
+            transaction_locks._LOCK,  # noqa: SLF001 - the very text
             {"run_key": work().run_key, "name_key": work().name_key, "application": "x"},
         ).fetchone()
         assert answer is not None
@@ -392,7 +402,9 @@ def test_a_claim_that_only_looks_does_not_make_both_give_way(
         execution.Executor(
             stack=lock_sessions.stack(database.url, "transaction", application=name),
             records=LEDGER,
-            classify=lambda error: claims.Verdict(status="failed", error=str(error)),
+            terms=attempts.Terms(
+                classify=lambda error: claims.Verdict(status="failed", error=str(error))
+            ),
         )
         for name in ("first", "other")
     )
@@ -415,8 +427,8 @@ def test_a_claim_that_only_looks_does_not_make_both_give_way(
             patch.undo()
             claimed_by_first = "select 1 from pglock.job_runs where status = 'running'"
             held = Gate(database, 1003)
-            lock = held.before(transactions._LOCK, RUN_LOCK["transaction"])  # noqa: SLF001
-            patch.setattr(transactions, "_LOCK", lock)
+            lock = held.before(transaction_locks._LOCK, RUN_LOCK["transaction"])  # noqa: SLF001
+            patch.setattr(transaction_locks, "_LOCK", lock)
             with in_thread(lambda: run(first), held) as firsts:
                 held.wait_for_arrival()  # claimed, and about to take the locks
                 assert database.rows(claimed_by_first)
@@ -426,7 +438,7 @@ def test_a_claim_that_only_looks_does_not_make_both_give_way(
                 eventually(lambda: database.rows(refused), what="the first is refused")
                 looks.open()
                 outcomes = [firsts.result(10), others.result(10)]
-    assert [type(outcome) for outcome in outcomes] == [execution.Ran, claims.Refused]
+    assert [type(outcome) for outcome in outcomes] == [attempts.Ran, claims.Refused]
     assert row(database, "status", "attempts", "lost_attempts") == ("done", 1, 0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import random
 import time
 import uuid
@@ -23,7 +24,8 @@ from tests.support.processes import Processes, eventually
 
 PROCESSES = 16
 # A run at transaction level costs two and a half times as much.
-PERIODS: dict[sessions.Level, int] = {"session": 2_000, "transaction": 1_000}
+PERIODS: list[tuple[sessions.Level, int]] = [("session", 500), ("transaction", 250)]
+MORE: list[tuple[sessions.Level, int]] = [("session", 2_000), ("transaction", 2_000)]
 
 # Whoever comes between the two marks of another run under the same lock was not excluded.
 OVERLAPS = """
@@ -39,7 +41,11 @@ def overlaps(database: Database) -> dict[str, int]:
 
 
 def claim_all(
-    database: Database, processes: Processes, orders: stress.Orders, number: int
+    database: Database,
+    processes: Processes,
+    orders: stress.Orders,
+    number: int,
+    patience: float = 110,
 ) -> collections.Counter[str]:
     """Let that many claimers claim every period, and return what they have counted."""
     database.rows(stress.SIDE_TABLE)
@@ -57,7 +63,7 @@ def claim_all(
     ]
     counts: collections.Counter[str] = collections.Counter()
     for process in started:
-        process.wait_for_line(r"^\{", 110)
+        process.wait_for_line(r"^\{", patience)
         assert process.wait() == 0, process.output()
         counts.update(json.loads(process.output().splitlines()[-1]))
     return counts
@@ -65,11 +71,13 @@ def claim_all(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("level", ["session", "transaction"])
+@pytest.mark.parametrize(
+    ("level", "periods"),
+    [*PERIODS, *(pytest.param(*more, marks=pytest.mark.chaos) for more in MORE)],
+)
 def test_each_period_is_done_once_and_no_two_runs_overlap(
-    database: Database, processes: Processes, level: sessions.Level
+    database: Database, processes: Processes, level: sessions.Level, periods: int
 ) -> None:
-    periods = PERIODS[level]
     seed = random.SystemRandom().randrange(1_000_000)
     orders = stress.Orders(
         url=database.url, level=level, periods=periods, seed=seed, death_rate=0.1
@@ -101,6 +109,35 @@ def test_each_period_is_done_once_and_no_two_runs_overlap(
         # What a run wrote is there once, for it was committed together with its `done`.
         assert database.rows(runs + "effects") == [(periods, periods)]
     eventually(lambda: not advisory_locks(database), what="no lock is left")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+def test_thirty_thousand_periods_from_eight_processes_of_which_a_tenth_dies(
+    database: Database, processes: Processes
+) -> None:
+    periods = int(os.environ.get("PGLOCK_TEST_PERIODS", "30000"))
+    seed = random.SystemRandom().randrange(1_000_000)
+    orders = stress.Orders(
+        url=database.url, level="session", periods=periods, seed=seed, death_rate=0.1
+    )
+    started = time.monotonic()
+    counts = claim_all(database, processes, orders, 8, patience=1000)
+    print(
+        f"\n8 processes, {periods} periods, seed {seed}:"
+        f" {time.monotonic() - started:.1f} s, {dict(sorted(counts.items()))}"
+    )
+    # Of each pair there is one row, `done`, and one run that has come to its end.
+    assert database.rows(
+        "select count(*), count(distinct (job, period)), count(*) filter (where status = 'done'),"
+        " sum(attempts), sum(lost_attempts) from pglock.job_runs"
+    ) == [(periods, periods, periods, counts["claimed"], counts["died"])]
+    assert counts["settled"] == periods
+    assert counts["claimed"] == counts["settled"] + counts["died"]
+    assert counts["died"] > periods * 0.05
+    assert not counts["settled twice"]
+    assert not counts["lost"]
+    assert overlaps(database) == {"period": 0, "name": 0}
 
 
 def test_control_without_the_run_lock_the_judge_finds_overlaps(

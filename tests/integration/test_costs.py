@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from psycopg.pq import Trace
 
-from celery_pglock import claims, execution, ledger, locks, schema, sessions
+from celery_pglock import attempts, claims, execution, ledger, locks, schema, sessions
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Sessions, terminate, work
 from tests.support.databases import Database
@@ -90,7 +90,9 @@ def bench(database: Database, lock_sessions: Sessions, tmp_path: Path) -> Callab
         executor = execution.Executor(
             stack=stack,
             records=records,
-            classify=lambda error: claims.Verdict(status="failed", reason=str(error)),
+            terms=attempts.Terms(
+                classify=lambda error: claims.Verdict(status="failed", reason=str(error))
+            ),
         )
         meter = Meter(session.connection, tmp_path)
         return Bench(executor, meter)
@@ -209,7 +211,7 @@ def test_no_connection_is_opened_after_the_first(
     executor = execution.Executor(
         stack=lock_sessions.stack(database.url, level),
         records=LEDGER,
-        classify=lambda _: claims.Verdict(status="failed"),
+        terms=attempts.Terms(classify=lambda _: claims.Verdict(status="failed")),
     )
     ours = (
         "select pid from pg_stat_activity where datname = current_database()"
@@ -218,7 +220,7 @@ def test_no_connection_is_opened_after_the_first(
     seen: set[int] = set()
     for number in range(50):
         done = fresh()
-        assert isinstance(executor.execute(done, lambda _: None), execution.Ran)
+        assert isinstance(executor.execute(done, lambda _: None), attempts.Ran)
         assert isinstance(executor.execute(done, lambda _: None), claims.Refused)
         if number % 10 == 0:
             with pytest.raises(ZeroDivisionError):

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
+import select
+import signal
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import celery
 import celery.schedules
+import kombu
 import pytest
 import redis
+from typing_extensions import override
 
-from celery_pglock import agenda, beat, dispatch, errors, leadership, occurrences, publishing
+from celery_pglock import (
+    agenda,
+    beat,
+    confirms,
+    dispatch,
+    errors,
+    leadership,
+    occurrences,
+    plans,
+    publishing,
+    sessions,
+)
 from celery_pglock.demo.servers import ValkeyServer
 from celery_pglock.schedule_store import Occurrence, ScheduleStore
 from tests.integration.workbench import terminate
@@ -49,12 +67,19 @@ class Bench:
     broker: str
     clock: Clock
     before_each: Callable[[Occurrence], None] = lambda _: None
+    queue: str = QUEUE
+    exchanges: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.agenda = agenda.Agenda("app")
         self.store = ScheduleStore("app", "pglock", self.candidate.execute)
         self.dispatcher = dispatch.Dispatcher(
-            self.candidate, self.agenda, self.store, self.publisher, self.publish
+            self.candidate,
+            self.agenda,
+            self.store,
+            self.publisher,
+            self.publish,
+            sent=lambda _: None,
         )
         self.batches: list[list[str]] = []
         confirm = self.store.confirm
@@ -71,8 +96,8 @@ class Bench:
             self.before_each(occurrence)
             producer.publish(
                 [occurrence.entry, occurrence.task_id],
-                exchange="",
-                routing_key=QUEUE,
+                exchange=self.exchanges.get(occurrence.entry, ""),
+                routing_key=self.queue,
                 serializer="json",
                 retry=False,
             )
@@ -87,7 +112,7 @@ class Bench:
         won = self.candidate.stand()
         assert won is not None
         planned = [
-            agenda.Planned(
+            plans.Planned(
                 name=name,
                 task="report",
                 text="every minute",
@@ -100,7 +125,7 @@ class Bench:
         stored = self.store.load()
         if not stored:
             new = agenda.Agenda("app").take_over(
-                planned, {}, now=won.at, after_downtime=False, between=lambda: None
+                planned, {}, now=won.at, missed_until=None, between=lambda: None
             )
             due = [won.at + SECOND * seconds for seconds in entries.values()]
             self.store.register(
@@ -111,15 +136,24 @@ class Bench:
             )
             stored = self.store.load()
         registrations = self.agenda.take_over(
-            planned, stored, now=won.at, after_downtime=after_downtime, between=lambda: None
+            planned,
+            stored,
+            now=won.at,
+            missed_until=won.at if after_downtime else None,
+            between=lambda: None,
         )
         assert registrations == []
         self.dispatcher.begin()
 
     def messages(self) -> list[str]:
         """Return the entries whose messages the broker has, in their order."""
+        if self.broker.startswith("amqp"):
+            with kombu.Connection(self.broker) as connection:
+                channel: Any = connection.default_channel
+                taken = iter(lambda: channel.basic_get(self.queue), None)
+                return [json.loads(message.body)[0] for message in taken]
         with redis.Redis.from_url(self.broker) as client:
-            raw: Any = client.lrange(QUEUE, 0, -1)
+            raw: Any = client.lrange(self.queue, 0, -1)
         return [self._entry(message) for message in reversed(raw)]
 
     @staticmethod
@@ -140,17 +174,30 @@ class Bench:
         return [entry for (entry,) in self.database.rows(query)]
 
 
-@pytest.fixture
-def bench(database: Database, fresh_redis_url: str) -> Iterator[Bench]:
-    app = celery.Celery("dispatch", broker=fresh_redis_url, set_as_current=False)
+# With these kombu hands over each message by itself: redis-py might repeat a whole batch.
+ONE_BY_ONE: Final = {"retry_on_timeout": True}
+
+
+@contextlib.contextmanager
+def benched(
+    database: Database, broker: str, lease: float = 40.0, **transport_options: Any
+) -> Iterator[Bench]:
+    app = celery.Celery("dispatch", broker=broker, set_as_current=False)
+    app.conf.broker_transport_options = transport_options
     clock = Clock()
     candidate = leadership.Leadership(
-        database.url, namespace="app", node="a:1", lease=40.0, monotonic=clock
+        database.url, namespace="app", node="a:1", lease=lease, monotonic=clock
     )
     publisher = publishing.Publisher(app, 2.0)
-    yield Bench(database, candidate, publisher, fresh_redis_url, clock)
+    yield Bench(database, candidate, publisher, broker, clock)
     publisher.forget()
     candidate.resign()
+
+
+@pytest.fixture
+def bench(database: Database, fresh_redis_url: str) -> Iterator[Bench]:
+    with benched(database, fresh_redis_url) as bench:
+        yield bench
 
 
 NAMES: Final = [f"e{number:03}" for number in range(250)]
@@ -181,6 +228,154 @@ def test_confirmations_are_batched(bench: Bench) -> None:
     assert max(map(len, bench.batches)) <= 100
     assert len(bench.batches) < 20
     assert bench.claimed() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "together"), [({}, True), (ONE_BY_ONE, False)], ids=["as it is", "control"]
+)
+def test_messages_are_handed_over_together(
+    database: Database, own_valkey: ValkeyServer, options: dict[str, Any], *, together: bool
+) -> None:
+    """250 messages in three batches."""
+    with benched(database, own_valkey.url(), **options) as bench:
+        bench.lead({"early": -40, **overdue(*NAMES)})
+        with redis.Redis.from_url(own_valkey.url()) as client:
+
+            def reads() -> int:
+                info: Any = client.info("stats")
+                return int(info["total_reads_processed"])
+
+            before = reads()
+            bench.dispatcher.work(300)
+            count = reads() - before
+        print(f"{len(NAMES) + 1} messages, {count} reads from the socket by the broker")
+        assert bench.messages() == ["early", *NAMES]
+        assert (count < 50) is together
+
+
+class BoundQueue(kombu.Queue):
+    """Counts how often a copy of it is bound to a channel."""
+
+    bound: Final[Counter[str]] = Counter()
+
+    @override
+    def bind(self, channel: Any) -> Any:
+        self.bound[self.name] += 1
+        return super().bind(channel)
+
+
+@pytest.mark.parametrize("as_kombu_does", [False, True], ids=["as it is", "control"])
+def test_a_queue_is_declared_once_on_each_connection(
+    own_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, *, as_kombu_does: bool
+) -> None:
+    app = celery.Celery("declaring", broker=own_valkey.url(), set_as_current=False)
+    publisher = publishing.Publisher(app, 2.0)
+    queue = BoundQueue(str(uuid.uuid4()), kombu.Exchange("declared"), routing_key="here")
+    if as_kombu_does:
+
+        def declare(producer: Any, entity: Any, **retrying: Any) -> Any:
+            return type(producer).maybe_declare(producer, entity, **retrying)
+
+        monkeypatch.setattr(publishing, "_declare_once", declare)
+    with redis.Redis.from_url(own_valkey.url()) as client:
+        for _ in "12":
+            client.flushall()
+            for number in range(10):
+                publisher.producer().publish(
+                    number, exchange="declared", routing_key="here", declare=[queue]
+                )
+            assert client.llen(queue.name) == 10
+            # Another connection declares it again: whoever stopped the broker may have lost it.
+            publisher.forget()
+    assert (queue.bound[queue.name] < 10) is not as_kombu_does
+
+
+def test_a_batch_that_breaks_is_in_doubt_and_sent_again(
+    database: Database, own_valkey: ValkeyServer
+) -> None:
+    """All of it: nobody knows what has arrived."""
+
+    def break_at_last(occurrence: Occurrence) -> None:
+        if occurrence.entry == "c" and own_valkey.running:
+            own_valkey.stop()
+
+    with benched(database, own_valkey.url()) as bench:
+        bench.before_each = break_at_last
+        bench.lead(overdue("a", "b", "c"))
+        rest = bench.dispatcher.work(300)
+        assert (bench.confirmed(), bench.claimed()) == ([], ["a", "b", "c"])
+        assert bench.batches == []
+        assert bench.dispatcher.failures == 1
+        assert 0 < rest <= 0.5
+        bench.before_each = lambda _: None
+        own_valkey.start()
+        eventually(lambda: bench.dispatcher.work(300) > 5, what="all is sent")
+        assert bench.messages() == ["a", "b", "c"]
+        assert bench.claimed() == []
+
+
+@pytest.fixture
+def rabbit(database: Database, rabbitmq_url: str, queue_name: str) -> Iterator[Bench]:
+    with benched(database, rabbitmq_url) as bench:
+        bench.queue = queue_name
+        with kombu.Connection(rabbitmq_url) as connection:
+            channel: Any = connection.default_channel
+            channel.queue_declare(queue_name, durable=True, auto_delete=False)
+            yield bench
+            channel.queue_delete(queue_name)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["as it is", "control"])
+def test_amqp_messages_are_confirmed_together(
+    rabbit: Bench, monkeypatch: pytest.MonkeyPatch, *, together: bool
+) -> None:
+    """The answers to all of them are waited for once, and where else each waits for its own."""
+    wait = confirms.Confirms._wait  # noqa: SLF001 - what is counted
+    waits: list[int] = []
+
+    def count(each: confirms.Confirms) -> None:
+        waits.append(len(each._open))  # noqa: SLF001
+        wait(each)
+        assert not each._open  # noqa: SLF001
+
+    monkeypatch.setattr(confirms.Confirms, "_wait", count)
+    if not together:
+        rabbit.publisher.one_by_one()
+    rabbit.lead(overdue(*NAMES[:30]))
+    rabbit.dispatcher.work(300)
+    assert len(waits) == (1 if together else 30)
+    assert rabbit.messages() == NAMES[:30]
+    assert rabbit.claimed() == []
+
+
+@pytest.mark.parametrize("told", ["while they are waited for", "while the next is published"])
+def test_one_message_at_fault_among_those_that_are_confirmed_together_holds_back_itself_alone(
+    rabbit: Bench, told: str
+) -> None:
+    """The broker closes the channel, and says of which exchange and not of which message."""
+    rabbit.exchanges["bad"] = "there-is-none-like-this"
+
+    def wait_for_the_answer(occurrence: Occurrence) -> None:
+        if occurrence.entry == "c" and rabbit.exchanges and not rabbit.batches:
+            connection = rabbit.publisher.producer().channel.connection
+            # The answer to the one before; py-amqp reads it before it writes this one.
+            assert select.select([connection.sock], [], [], 10)[0]
+
+    if told == "while the next is published":
+        rabbit.before_each = wait_for_the_answer
+    rabbit.lead(overdue("a", "bad", "c"))
+    eventually(
+        lambda: rabbit.dispatcher.work(300) >= 0 and rabbit.confirmed() == ["a", "c"],
+        what="the others are sent",
+    )
+    assert rabbit.claimed() == ["bad"]
+    # What went before it had arrived already; nobody knew that.
+    assert Counter(rabbit.messages()) == {"a": 2, "c": 1}
+    assert rabbit.dispatcher.failures == 0
+    rabbit.exchanges.clear()
+    eventually(
+        lambda: rabbit.dispatcher.work(300) >= 0 and not rabbit.claimed(), what="it is sent too"
+    )
 
 
 def test_an_idle_leader_feeds_its_lease_each_quarter(bench: Bench) -> None:
@@ -267,21 +462,15 @@ def test_a_broker_that_fails_stops_the_batch_and_is_left_alone_for_a_while(
 def test_a_broker_that_was_stopped_gets_everything_when_it_is_back(
     database: Database, own_valkey: ValkeyServer
 ) -> None:
-    app = celery.Celery("dispatch", broker=own_valkey.url(), set_as_current=False)
-    candidate = leadership.Leadership(database.url, namespace="app", node="a:1")
-    bench = Bench(database, candidate, publishing.Publisher(app, 1.0), own_valkey.url(), Clock())
-    try:
+    with benched(database, own_valkey.url(), lease=10.0) as bench:
         bench.lead(overdue("a", "b"))
         own_valkey.stop()
         bench.dispatcher.work(300)
-        assert candidate.held
+        assert bench.candidate.held
         assert (bench.confirmed(), bench.claimed()) == ([], ["a", "b"])
         own_valkey.start()
         eventually(lambda: bench.dispatcher.work(300) > 1, what="all is sent")
         assert bench.messages() == ["a", "b"]
-    finally:
-        bench.publisher.forget()
-        candidate.resign()
 
 
 # --- leadership that ends in the middle -----------------------------------------------------------
@@ -300,29 +489,84 @@ def test_a_session_that_ends_in_the_middle_leaves_the_rest_to_the_next_leader(
     bench.lead(overdue(*NAMES))
     with pytest.raises(errors.LeadershipLost):
         bench.dispatcher.work(300)
-    # Only the message that was being handed over went out; nothing more is confirmed.
-    assert bench.messages() == NAMES[:151]
-    assert bench.confirmed() == NAMES[:100]
+    # Of the batch nothing went out.
+    assert bench.messages() == bench.confirmed() == NAMES[:100]
     assert not bench.candidate.leading
     bench.before_each = lambda _: None
     bench.lead(overdue(*NAMES))
-    assert bench.messages() == NAMES[:151] + NAMES[100:]
+    assert bench.messages() == NAMES
     assert bench.claimed() == []
     count = "select count(*), count(distinct task_id) from pglock.job_runs"
     assert bench.database.rows(count) == [(250, 250)]
 
 
-def test_a_signal_in_a_publication_leaves_what_was_sent_confirmed(bench: Bench) -> None:
+@pytest.mark.parametrize("heard", [True, False], ids=["as it is", "control"])
+def test_a_batch_is_given_up_when_the_session_was_ended_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, heard: bool
+) -> None:
+    """Another leads by then, and has sent the same: the server tells, and the clock does not."""
+
+    def cut(occurrence: Occurrence) -> None:
+        if occurrence.entry == "c":
+            pids = bench.database.rows("select backend_pid from pglock.beat_terms")
+            terminate(bench.database, *(pid for (pid,) in pids))
+
+    if not heard:
+        monkeypatch.setattr(sessions.Session, "alive", True)
+    bench.before_each = cut
+    bench.lead(overdue("a", "b", "c", "d"))
+    with pytest.raises(errors.LeadershipLost):
+        bench.dispatcher.work(300)
+    assert bench.messages() == ([] if heard else ["a", "b", "c", "d"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"), [({}, []), (ONE_BY_ONE, ["a", "b"])], ids=["together", "one by one"]
+)
+def test_a_signal_in_a_publication_leaves_confirmed_what_was_sent(
+    database: Database, fresh_redis_url: str, options: dict[str, Any], sent: list[str]
+) -> None:
     def stop(occurrence: Occurrence) -> None:
         if occurrence.entry == "c":
             raise SystemExit
 
-    bench.before_each = stop
-    bench.lead(overdue("a", "b", "c", "d"))
-    with pytest.raises(SystemExit):
-        bench.dispatcher.work(300)
-    assert (bench.confirmed(), bench.claimed()) == (["a", "b"], ["c", "d"])
-    assert bench.candidate.resign()
+    with benched(database, fresh_redis_url, **options) as bench:
+        bench.before_each = stop
+        bench.lead(overdue("a", "b", "c", "d"))
+        with pytest.raises(SystemExit):
+            bench.dispatcher.work(300)
+        assert bench.messages() == bench.confirmed() == sent
+        assert bench.claimed() == [name for name in "abcd" if name not in sent]
+        assert bench.candidate.resign()
+
+
+@pytest.mark.parametrize("undisturbed", [True, False], ids=["as it is", "control"])
+def test_a_signal_while_a_batch_is_handed_over_waits_until_that_is_recorded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, undisturbed: bool
+) -> None:
+    """Else the next leader would send it once more, at each deploy that strikes there."""
+    hand_over = publishing.Batch.hand_over
+
+    def stop_after(batch: publishing.Batch) -> None:
+        hand_over(batch)
+        signal.raise_signal(signal.SIGTERM)
+
+    def stop(*_: object) -> None:
+        raise SystemExit  # as Celery's handler does
+
+    monkeypatch.setattr(publishing.Batch, "hand_over", stop_after)
+    if not undisturbed:
+        monkeypatch.setattr(dispatch, "_undisturbed", contextlib.nullcontext)
+    bench.lead(overdue("a", "b"))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(SystemExit):
+            bench.dispatcher.work(300)
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert bench.messages() == ["a", "b"]
+    assert bench.confirmed() == (["a", "b"] if undisturbed else [])
 
 
 def test_rows_that_somebody_changed_end_the_term(bench: Bench) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import errors, keys, leadership, schema
+from celery_pglock import elections, errors, keys, leadership, schema, tables
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Gate, advisory_locks, in_thread, replaced, terminate
 from tests.support.databases import Database
@@ -110,6 +112,32 @@ def test_the_term_grows_and_the_predecessor_is_named(database: Database, candida
     assert (won.before.node, won.before.term, won.before.resigned_at) == ("d:4", 4, None)
 
 
+def test_what_was_missed_in_a_downtime_stays_so_for_every_leader_that_follows(
+    database: Database, candidate: Stand
+) -> None:
+    """The first of them may die before it has been through it."""
+
+    def lead() -> leadership.Elected:
+        beat = candidate()
+        won = elected(beat)
+        assert beat.resign()
+        return won
+
+    longest = candidate().longest_take_over
+    assert lead().missed_until is None
+    assert lead().missed_until is None
+    last_tick = "update pglock.beat_terms set last_tick_at = clock_timestamp() - %s"
+    database.rows(last_tick, longest / 2)
+    assert lead().missed_until is None
+    database.rows(last_tick, longest * 1.5)
+    first = lead()
+    assert first.missed_until == first.at
+    assert [lead().missed_until for _ in range(2)] == [first.at] * 2
+    # The clock was set back: then it has not come yet.
+    database.rows("update pglock.beat_terms set missed_until = now() + interval '1 h'")
+    assert lead().missed_until is None
+
+
 def test_two_namespaces_and_two_schemas_do_not_meet(database: Database, candidate: Stand) -> None:
     schema.migrate(database.url, "other")
     assert elected(candidate()).term == 1
@@ -132,8 +160,14 @@ def test_nothing_is_written_while_standing_by(database: Database, candidate: Sta
     assert database.rows(query) == before
     assert database.rows("select 1 from pglock.beat_entries") == []
     # A try that is refused takes not even a transaction id; one that is won does.
-    statement = leadership._statement(leadership._ELECT, "pglock")  # noqa: SLF001
-    given = {"namespace": "app", "node": "c:3", "application": "c"}
+    statement = tables.statement(elections.ELECT, "pglock")
+    given = {
+        "namespace": "app",
+        "node": "c:3",
+        "application": "c",
+        "fingerprint": None,
+        "take_over": 9.0,
+    }
     ids = []
     for key in (KEY, KEY + 1):
         with psycopg.connect(database.url) as connection:
@@ -212,11 +246,11 @@ def test_a_notification_that_comes_with_the_answer_is_not_slept_through(
     with monkeypatch.context() as patch:
         wait = f"case when pg_catalog.pg_advisory_xact_lock_shared({gate.key}) is not null"
         slow = replaced(
-            leadership._ELECT.encode(),  # noqa: SLF001
+            elections.ELECT.encode(),
             b"select l.got, t.term",
             f"select {wait} then l.got end as got, t.term".encode(),
         )
-        patch.setattr(leadership, "_ELECT", slow.decode())
+        patch.setattr(elections, "ELECT", slow.decode())
         with in_thread(standby.stand, gate) as outcome:
             gate.wait_for_arrival()
             assert leader.resign()
@@ -333,7 +367,7 @@ def test_a_terminated_session_ends_leadership_and_the_next_try_works(
     terminate(database, server_pid(leader))
     with pytest.raises(errors.LeadershipLost, match="terminat"):
         leader.confirm()
-    assert (leader.leading, leader.held, leader.idle) == (False, False, False)
+    assert (leader.leading, leader.held) == (False, False)
     with pytest.raises(errors.LeadershipLost, match="it was not held"):
         leader.execute(b"select 1")
     won = leader.stand()
@@ -355,22 +389,48 @@ def test_terms_that_end_as_soon_as_they_begin_are_not_tried_without_a_pause(
     assert term_row(database, "term") == 5
 
 
-def test_a_signal_in_a_statement_closes_the_session(database: Database, candidate: Stand) -> None:
-    leader = candidate()
+class Stop(SystemExit):
+    """What Celery's handler of SIGTERM raises, wherever it strikes."""
+
+
+@contextlib.contextmanager
+def stopped_after(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(Stop):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_leader_that_is_stopped_in_a_statement_still_resigns(candidate: Stand) -> None:
+    leader, standby = candidate("a:1"), candidate("b:2")
     elected(leader)
-    session: Any = leader._session  # noqa: SLF001
-
-    def struck(*_: object) -> list[Any]:
-        raise SystemExit
-
-    session.rows = struck
-    with pytest.raises(SystemExit):
-        leader.execute(b"select 1")
-    assert not leader.resign()
-    eventually(lambda: advisory_locks(database) == [], what="the server frees the lock")
+    assert standby.stand() is None
+    with stopped_after(0.05):
+        leader.execute(b"select pg_sleep(0.15), clock_timestamp() as now")
+    assert leader.resign()
+    before = elected(standby).before
+    assert before is not None
+    assert before.resigned_at is not None, "it has not vanished"
 
 
-# --- servers that cannot be used --------------------------------------------------------------
+def test_a_leader_that_is_stopped_in_a_long_statement_is_soon_gone(
+    database: Database, candidate: Stand
+) -> None:
+    leader = candidate("a:1")
+    elected(leader)
+    with stopped_after(0.05):
+        leader.execute(b"select pg_sleep(60), clock_timestamp() as now")
+    started = time.monotonic()
+    leader.resign()  # psycopg may have cancelled the statement, or not
+    assert time.monotonic() - started < 5
+    eventually(lambda: nobody_holds(database), what="the server frees its lock")
 
 
 def test_a_server_that_is_down_is_tried_at_least_once_a_second(

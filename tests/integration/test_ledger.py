@@ -607,3 +607,31 @@ def test_control_an_unlock_of_what_is_not_held_is_in_the_servers_log(
         lambda: [line for line in complaints(postgres_server, database) if "own a lock" in line],
         what="the server has logged it",
     )
+
+
+@pytest.mark.parametrize("template", ["SETTLE_ONLY", "SETTLE_AND_UNLOCK", "STILL_MINE", "RETURN"])
+def test_a_run_finds_its_row_by_job_and_period(
+    database: Database, lock_sessions: Sessions, template: str
+) -> None:
+    """The index of what is open is small, and full of dead entries while a backup is made."""
+    database.rows(
+        "insert into pglock.job_runs (job, period, status, claim) select 'app:report', i::text,"
+        " 'done', gen_random_uuid() from generate_series(1, 20000) i"
+    )
+    database.rows("analyze pglock.job_runs")
+    names = {
+        "job": "app:report", "period": "5000", "claim": uuid.uuid4(), "status": "done",
+        "reason": None, "error": None, "retry_in": None, "origin_job": None,
+        "origin_period": None, "origin_reason": None, "name_key": 1, "run_key": 2,
+        "application": "x",
+    }  # fmt: skip
+    text = statements.statement(getattr(statements, template), "pglock")
+    session = lock_sessions.open(database.url)
+    plan = "\n".join(str(line[0]) for line in session.rows(b"explain " + text, names))
+    assert "job_runs_job_period_key" in plan
+    assert "job_runs_open_idx" not in plan
+    # What it would be otherwise.
+    visible = text.replace(b"status || '' = 'running'", b"status = 'running'")
+    assert visible != text
+    plan = "\n".join(str(line[0]) for line in session.rows(b"explain " + visible, names))
+    assert "job_runs_open_idx" in plan

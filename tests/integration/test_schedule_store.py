@@ -264,6 +264,68 @@ def test_an_edit_keeps_what_was_claimed(store: ScheduleStore) -> None:
     assert loaded.next_due_at == DUE + 60 * MINUTE
 
 
+@pytest.mark.parametrize("page", [1, 7, 20, 21, 10_000])
+def test_many_entries_are_read_and_stored_page_by_page(
+    store: ScheduleStore, monkeypatch: pytest.MonkeyPatch, page: int
+) -> None:
+    monkeypatch.setattr(schedule_store, "_PAGE", page)
+    names = [f"entry {number}" for number in range(20)]
+    store.register([registration(name) for name in names])
+    assert sorted(store.load()) == sorted(names)
+    assert sorted(store.load([*names[:9], "unknown"])) == sorted(names[:9])
+    assert store.load([]) == {}
+
+
+def edit(database: Database, revision: int) -> None:
+    database.rows("update pglock.beat_entries set revision = %s", revision)
+
+
+@pytest.mark.parametrize(
+    ("planned_by", "claimed"), [(3, True), (2, False), (4, False), (None, True)]
+)
+def test_only_by_the_edit_that_the_row_has_is_it_claimed_and_passed_over(
+    database: Database, store: ScheduleStore, planned_by: int | None, *, claimed: bool
+) -> None:
+    """None: by a configuration, which counts whatever else the row has."""
+    store.register([registration()])
+    edit(database, 3)
+    before = database.rows(ENTRIES)
+    store.pass_over([passed(revision=planned_by, missed=())], TERM)
+    assert (database.rows(ENTRIES) != before) is claimed
+    assert store.claim([occurrence(revision=planned_by)], TERM) == ({"a"} if claimed else set())
+    assert bool(database.rows(RUNS)) is claimed
+
+
+def test_an_entry_that_was_removed_has_nothing_due(store: ScheduleStore) -> None:
+    store.register([registration(name, registered=7) for name in ("a", "b", "c")])
+    store.leave(["a", "unknown"], TERM)
+    store.leave(["b"], TERM + 1)
+    assert {name: (row.schedule, row.next_due_at) for name, row in store.load().items()} == {
+        "a": ("", None), "b": ("every minute", DUE), "c": ("every minute", DUE),
+    }  # fmt: skip
+    assert {row.registered for row in store.load().values()} == {7}
+    assert store.load(["b", "unknown"]).keys() == {"b"}
+
+
+def test_a_claim_of_an_entry_that_was_removed_is_left_to_the_rescue(
+    database: Database, store: ScheduleStore
+) -> None:
+    """Which looks only at what was sent: else its row would say so for ever."""
+    store.register([registration(name) for name in ("claimed", "sent", "stays")])
+    due = [occurrence(name) for name in ("claimed", "sent", "stays")]
+    store.claim(due, TERM)
+    store.confirm(due[1:2])
+    query = "select entry, sent_at from pglock.job_runs"
+    sent_at: dict[str, Any] = dict(database.rows(query))
+    store.leave(["claimed", "sent"], TERM)
+    assert {name: row.unconfirmed for name, row in store.load().items()} == {
+        "claimed": False, "sent": False, "stays": True,
+    }  # fmt: skip
+    after: dict[str, Any] = dict(database.rows(query))
+    assert after["claimed"] is not None
+    assert (after["sent"], after["stays"]) == (sent_at["sent"], None)
+
+
 def test_a_schedule_that_never_comes_can_be_stored(store: ScheduleStore) -> None:
     store.register([registration(next_due_at=None)])
     (loaded,) = store.load().values()

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_pglock import claims, connections, errors, ledger, locks, sessions, transactions
+from celery_pglock import claims, connections, errors, guards, ledger, locks, sessions, transactions
 from celery_pglock.demo.servers import PostgresServer, children
 from tests.integration.workbench import Sessions, advisory_locks, terminate, work
 from tests.support.databases import Database
@@ -90,6 +90,48 @@ def test_the_guards_are_set_whatever_the_role_says(
         assert setting(session, "transaction_timeout") == "0"
     assert session.pid == session.connection.info.backend_pid
     assert not session.pooled
+
+
+@both_levels
+def test_what_cannot_be_set_is_a_warning_once_per_process(
+    database: Database,
+    lock_sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    level: sessions.Level,
+) -> None:
+    monkeypatch.setattr(guards, "_warned", set())
+    lock_sessions.open(database.url, level)
+    assert not caplog.records
+    for _ in range(2):
+        # Linux knows no longer time than 32767 s here, and the server goes on without it.
+        lock_sessions.open(database.url, level, lost_after=40000.0)
+    found = {vars(record)["setting"]: vars(record) for record in caplog.records}
+    assert len(found) == len(caplog.records)
+    assert found["tcp_keepalives_idle"]["wanted"] == "40000"
+    assert found["tcp_keepalives_idle"]["found"] != "40000"
+    assert {record["event"] for record in found.values()} == {"guard_not_set"}
+    assert "tcp_keepalives_idle is " in caplog.text
+
+
+def test_over_a_socket_in_the_file_system_nothing_is_warned_of(
+    own_postgres: PostgresServer,
+    lock_sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(guards, "_warned", set())
+    lock_sessions.open(own_postgres.url(socket=True))
+    assert not caplog.records
+
+
+@both_levels
+def test_transactions_that_are_read_only_by_default_are_refused(
+    database: Database, lock_sessions: Sessions, level: sessions.Level
+) -> None:
+    database.rows(f"alter database {database.name} set default_transaction_read_only = on")
+    with pytest.raises(errors.ConfigurationError, match="default_transaction_read_only is on"):
+        lock_sessions.open(database.url, level)
 
 
 def idle_until_a_bare_session_is_ended(url: str) -> None:
@@ -226,9 +268,9 @@ import multiprocessing, os, signal, sys, time
 url, how, act, hook = sys.argv[1:]
 if hook == "without":
     os.register_at_fork = lambda **_: None
-from celery_pglock import locks, sessions
+from celery_pglock import locks, sessions, stacks
 
-stack = sessions.Stack(sessions.Plan(target=url, level="session", application="pglock:forking"))
+stack = stacks.Stack(sessions.Plan(target=url, level="session", application="pglock:forking"))
 session = stack.take()
 assert locks.acquire(session, 4711, "pglock:forking")
 idle = stack.take()

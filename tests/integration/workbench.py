@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from celery_pglock import claims, connections, keys, sessions
+from celery_pglock import claims, connections, keys, sessions, stacks
 from tests.support.databases import Database
 from tests.support.processes import eventually
 
@@ -42,19 +42,19 @@ class Sessions:
 
     def __init__(self) -> None:
         self._opened: list[sessions.Session] = []
-        self._stacks: list[sessions.Stack] = []
+        self._stacks: list[stacks.Stack] = []
 
     def open(
         self, url: connections.Target, level: sessions.Level = "session", **more: Any
     ) -> sessions.Session:
-        session = sessions.open_session(plan(url, level, **more))
+        session = stacks.open_session(plan(url, level, **more))
         self._opened.append(session)
         return session
 
     def stack(
         self, url: connections.Target, level: sessions.Level = "session", **more: Any
-    ) -> sessions.Stack:
-        stack = sessions.Stack(plan(url, level, **more))
+    ) -> stacks.Stack:
+        stack = stacks.Stack(plan(url, level, **more))
         self._stacks.append(stack)
         return stack
 

@@ -66,6 +66,13 @@ def database(postgres_server: TestedPostgres, template_database: str) -> Iterato
         yield database
 
 
+@pytest.fixture(scope="module")
+def read_database(postgres_server: TestedPostgres, template_database: str) -> Iterator[Database]:
+    """A database with the package's tables, in which the tests of a module only read."""
+    with _database(postgres_server, template=template_database) as database:
+        yield database
+
+
 @pytest.fixture(scope="session")
 def template_database(postgres_server: TestedPostgres) -> Iterator[str]:
     """The name of the database that `database` copies; nobody else may be connected to it."""

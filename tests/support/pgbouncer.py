@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -46,6 +47,13 @@ class StartPgBouncer(Protocol):
 @pytest.fixture
 def pgbouncer(processes: Processes) -> Iterator[StartPgBouncer]:
     """Start Debian's pgbouncer: `pgbouncer(database, "transaction", default_pool_size=2).url`."""
+    with starting(processes) as start:
+        yield start
+
+
+@contextmanager
+def starting(processes: Processes) -> Iterator[StartPgBouncer]:
+    """Start pgbouncers that last as long as `processes`: for fixtures of another scope."""
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     require(program, "pgbouncer (apt install pgbouncer)")
     account = children.Account.unprivileged()  # pgbouncer too refuses to be run by root
@@ -84,8 +92,10 @@ def pgbouncer(processes: Processes) -> Iterator[StartPgBouncer]:
         eventually(lambda: _answers(url, process), what="pgbouncer answers")
         return PgBouncer(url, process)
 
-    yield start
-    shutil.rmtree(directory)
+    try:
+        yield start
+    finally:
+        shutil.rmtree(directory)
 
 
 def _answers(url: str, process: Process) -> bool:

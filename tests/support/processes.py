@@ -23,7 +23,12 @@ T = TypeVar("T")
 
 
 def eventually(
-    fn: Callable[[], T], timeout: float = 10.0, what: str = "", *, interval: float = 0.02
+    fn: Callable[[], T],
+    timeout: float = 10.0,
+    what: str = "",
+    *,
+    interval: float = 0.02,
+    told: Callable[[], object] = lambda: "",
 ) -> T:
     """Call a function until it returns something truthy, and return that.
 
@@ -32,6 +37,7 @@ def eventually(
         timeout: For how many seconds.
         what: What is waited for, for the failure's message.
         interval: Seconds between two calls.
+        told: Returns what else the failure's message is to say.
 
     Raises:
         pytest.fail.Exception: It was not so in time; the message tells the last answer.
@@ -43,7 +49,11 @@ def eventually(
             return answer
         if time.monotonic() > deadline:
             name = what or getattr(fn, "__name__", "it")
-            pytest.fail(f"not in {timeout:g} s: {name} (the last answer was {answer!r})")
+            more = told()
+            pytest.fail(
+                f"not in {timeout:g} s: {name} (the last answer was {answer!r})"
+                f"{f'; {more}' if more else ''}"
+            )
         time.sleep(interval)
 
 

@@ -70,6 +70,12 @@ def postgres_server() -> Iterator[TestedPostgres]:
         yield TestedPostgres(server.url(), server)
 
 
+@pytest.fixture(scope="session")
+def pglock_server_url(postgres_server: TestedPostgres) -> str:
+    """Where `celery_pglock.testing` makes its databases: on the server that all tests share."""
+    return postgres_server.url()
+
+
 @pytest.fixture
 def own_postgres() -> Iterator[PostgresServer]:
     """A PostgreSQL of this test's own, which it may stop, kill and copy."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psycopg
@@ -24,6 +25,42 @@ CREATE TABLE IF NOT EXISTS ran (
 """
 
 
+class Witness:
+    """Sees what is sent when, over one connection that stays open."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+
+    def now(self) -> dt.datetime:
+        """Return the server's clock."""
+        ((now,),) = self._connection.execute("SELECT pg_catalog.clock_timestamp()").fetchall()
+        assert isinstance(now, dt.datetime)
+        return now
+
+    def lateness_after(self, moment: dt.datetime, timeout: float = 20.0) -> float:
+        """Wait until what falls due first after a moment is sent; return how late that was."""
+
+        def sent() -> list[Any]:
+            return self._connection.execute(
+                "SELECT max(sent_at - due_at) FROM pglock.job_runs WHERE due_at ="
+                " (SELECT min(due_at) FROM pglock.job_runs WHERE due_at > %s)"
+                " HAVING count(*) > 0 AND count(*) = count(sent_at)",
+                (moment,),
+            ).fetchall()
+
+        ((late,),) = eventually(sent, timeout, f"what is due first after {moment} is sent")
+        assert isinstance(late, dt.timedelta)
+        return late.total_seconds()
+
+    def unconfirmed(self) -> frozenset[str]:
+        """Return the ids of the messages that are claimed and not confirmed."""
+        rows = self._connection.execute(
+            "SELECT task_id FROM pglock.beat_entries"
+            " WHERE published_at IS NULL AND due_at IS NOT NULL"
+        )
+        return frozenset(task_id for (task_id,) in rows)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Stage:
     """Where beats and workers are started.
@@ -36,6 +73,8 @@ class Stage:
         queue: its queue.
         entries: entry name to seconds.
         settings: further settings of the application.
+        extra: further variables of the environment.
+        app: the module of the application.
     """
 
     url: str
@@ -46,6 +85,7 @@ class Stage:
     entries: dict[str, float]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: dict[str, str] = dataclasses.field(default_factory=dict)
+    app: str = APP
 
     def env(self) -> Mapping[str, str]:
         return {
@@ -60,13 +100,13 @@ class Stage:
 
     def beat(self, *arguments: str, scheduler: str = "pglock", name: str = "beat") -> Process:
         return self.processes.celery(
-            APP, "beat", "-S", scheduler, "-l", "INFO", *arguments, env=self.env(), name=name
+            self.app, "beat", "-S", scheduler, "-l", "INFO", *arguments, env=self.env(), name=name
         )
 
     def worker(self, *arguments: str, name: str = "worker") -> Process:
         unique = f"{name}{uuid.uuid4().hex[:6]}@test"
         worker = self.processes.celery(
-            APP, "worker", "-c", "2", "-n", unique, "-l", "INFO", *arguments,
+            self.app, "worker", "-c", "2", "-n", unique, "-l", "INFO", *arguments,
             env=self.env(), name=name,
         )  # fmt: skip
         worker.wait_for_line(r"ready\.")
@@ -75,6 +115,11 @@ class Stage:
     def rows(self, query: str, *parameters: object) -> list[Any]:
         with psycopg.connect(self.url, autocommit=True) as connection:
             return connection.execute(query.encode(), parameters or None).fetchall()
+
+    @contextlib.contextmanager
+    def witness(self) -> Iterator[Witness]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            yield Witness(connection)
 
     def leader(self, among: list[Process], *, not_before_term: int = 1) -> Process:
         """Wait until one of these beats leads, and return it."""
@@ -104,28 +149,34 @@ class Stage:
     def account(self, entry: str) -> tuple[list[dt.datetime], list[dt.datetime]]:
         """Return what was due, computed from the schedule, and what ran, both in order.
 
-        What is due is counted up to the last occurrence that was claimed. Waits until the
-        ledger has nothing open.
+        What is due is counted up to the last occurrence that was claimed; without it, if the
+        last leader was stopped between claiming and sending it: then the next one sends it.
+        Waits until the ledger has nothing else open.
         """
         eventually(
-            lambda: (
-                not self.rows(
-                    "SELECT job, period, status FROM pglock.job_runs"
-                    " WHERE status NOT IN ('done', 'skipped', 'missed')"
-                )
-            ),
-            30,
-            "all periods are settled",
+            lambda: self._unsettled() == "none", 30, "all periods are settled", told=self._unsettled
         )
-        ((anchor, last),) = self.rows(
-            "SELECT anchor, due_at FROM pglock.beat_entries WHERE namespace = %s AND entry = %s",
+        ((anchor, last, published_at),) = self.rows(
+            "SELECT anchor, due_at, published_at FROM pglock.beat_entries"
+            " WHERE namespace = %s AND entry = %s",
             self.namespace,
             entry,
         )
         every = dt.timedelta(seconds=self.entries[entry])
         due = [anchor + every * k for k in range(1, (last - anchor) // every + 1)]
         ran = self.rows("SELECT due FROM ran WHERE entry = %s ORDER BY due", entry)
-        return due, [moment for (moment,) in ran]
+        moments = [moment for (moment,) in ran]
+        if published_at is None and due and due[-1] not in moments:
+            due.pop()
+        return due, moments
+
+    def _unsettled(self) -> str:
+        rows = self.rows(
+            "SELECT to_jsonb(r)::text FROM pglock.job_runs r"
+            " WHERE status NOT IN ('done', 'skipped', 'missed')"
+            " AND NOT (status = 'sent' AND sent_at IS NULL)"
+        )
+        return "\n".join(row for (row,) in rows) or "none"
 
     def expect_each_once(self) -> int:
         """Fail unless each due occurrence of each entry ran exactly once; return their number."""

@@ -6,20 +6,26 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Any, assert_type
 
+import celery.beat
 import sqlalchemy as sa
 from celery import Celery
 from celery.app.task import Context
+from celery.schedules import crontab, solar
 from typing_extensions import override
 
 import celery_pglock
 from celery_pglock import (
+    Entry,
+    EntryChanged,
     JobSkipped,
+    LeaderMixin,
     LeaderScheduler,
     LockedTask,
     LockLost,
     LockNotAcquired,
     PGLockError,
     Run,
+    advisory_lock,
     current_run,
     leadership_gained,
     leadership_lost,
@@ -181,4 +187,50 @@ class Beat(LeaderScheduler):
         super().close()
 
 
+def keep_entries() -> None:
+    """Keep entries in the database."""
+    Entry("a", 60, "proj.report").save()
+    Entry("b", dt.timedelta(hours=1), "proj.report", ["x"], {"layout": "A4"}).save(app=app)
+    Entry(
+        name="c",
+        schedule=crontab(minute=0, hour=7),
+        task="proj.report",
+        args=("x", 1),
+        kwargs={"layout": "A4"},
+        options={"queue": "slow"},
+        zone="Europe/Berlin",
+    ).save()
+    entry = Entry.get("a")
+    assert_type(entry, Entry | None)
+    if entry is not None:
+        entry.schedule = solar("sunset", 52.5, 13.4)
+        entry.args = [1]
+        try:
+            entry.save()
+        except EntryChanged as changed:
+            assert_type(changed.entry, str)
+        assert_type(entry.delete(app=app), bool)
+        assert_type(entry.revision, int | None)
+    assert_type(Entry.all(), list[Entry])
+
+
+class Mixed(LeaderMixin, celery.beat.PersistentScheduler):
+    """Be another scheduler, gated."""
+
+    own_tick = False
+
+    @override
+    def on_takeover(self) -> None:
+        """Read anew."""
+        super().on_takeover()
+
+
 VERSION: str = celery_pglock.__name__
+
+
+with advisory_lock("nightly", wait=5) as lock:
+    assert_type(lock, Run)
+    assert_type(lock.held, bool)
+    lock.check()
+with advisory_lock(42, app=app):
+    pass

@@ -19,6 +19,7 @@ SAMPLES: dict[type[errors.PGLockError], errors.PGLockError] = {
     for sample in (
         errors.PGLockError("anything"),
         errors.ConfigurationError("pglock_schema must be a name"),
+        errors.ReadOnlyByDefault("default_transaction_read_only is on; turn it off"),
         errors.DatabaseUnavailable("db:5432/proj", "connection refused"),
         errors.ServerInRecovery("db:5432/proj"),
         errors.TransactionPooler("db:6432/proj"),
@@ -30,6 +31,8 @@ SAMPLES: dict[type[errors.PGLockError], errors.PGLockError] = {
         errors.OutcomeUnknown("proj:t", "2026-11-03", "done", "no answer"),
         errors.CrashRetriesExhausted("proj:t", "2026-11-03", 4),
         errors.LeadershipLost("proj", 7, "its session ended"),
+        errors.RerunRefused("proj:t", "2026-11-03", "it is being run"),
+        errors.EntryChanged("nightly"),
         errors.NoCurrentRun(),
     )
 }
@@ -90,6 +93,7 @@ def test_a_sentence_holds_every_argument_and_is_one_line(error: errors.PGLockErr
         (errors.TransactionEnded, "must not commit, roll back or close current_run().connection"),
         (errors.OutcomeUnknown, "max_crash_retries"),
         (errors.CrashRetriesExhausted, "max_crash_retries"),
+        (errors.EntryChanged, "read it again with Entry.get('nightly')"),
         (errors.NoCurrentRun, "base=LockedTask"),
     ],
 )
@@ -113,6 +117,6 @@ def test_what_belongs_together_is_caught_together() -> None:
 def test_no_error_takes_an_argument_that_could_be_a_password() -> None:
     taken = {name for error in SAMPLES.values() for name in vars(error)}
     assert taken == {
-        "fault", "job", "lost_attempts", "namespace", "outcome", "period", "reason", "remedy",
+        "entry", "fault", "job", "lost_attempts", "namespace", "outcome", "period", "reason", "remedy",
         "schema", "target", "term",
     }  # fmt: skip

@@ -223,6 +223,24 @@ def test_a_misspelt_option_of_a_base_class_is_refused_too() -> None:
         register(base=Misspelt)
 
 
+def test_the_options_of_another_package_s_task_class_are_left_to_it() -> None:
+    class Other(celery.Task[..., Any]):
+        abstract = True
+        lock_expiry = None
+        lock_waits = 3
+
+    class Both(Other, LockedTask):
+        abstract = True
+
+    with pytest.raises(errors.ConfigurationError, match="did you mean lock_wait"):
+        register(base=Both)
+    del Other.lock_waits
+    register(base=Both, lock_expiry=60)
+    # The control.
+    assert "unknown option lock_expiry" in refusal(lock_expiry=60)
+    assert "unknown option lock_expired" in refusal(base=Both, lock_expired=60)
+
+
 def test_inside_a_command_the_refusal_is_one_sentence_without_a_traceback() -> None:
     with click.Context(click.Command("celery")), pytest.raises(click.ClickException) as caught:
         register(lock_levl="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 from typing import Final
 from zoneinfo import ZoneInfo
 
@@ -270,3 +271,173 @@ def test_a_moment_without_a_zone_is_refused(rule: periods.Calendar) -> None:
         periods.calendar(rule, naive, BERLIN)
     with pytest.raises(ValueError, match="has no time zone"):
         periods.window(rule, naive, BERLIN)
+
+
+# --- Labels and their bounds ----------------------------------------------------------------
+
+# How closely the clock is looked at, and from how long before to how long after the instant
+# that a label seems to name. All zones above change their clocks at a quarter of an hour.
+_SCANS: Final[dict[str, tuple[dt.timedelta, dt.timedelta]]] = {
+    "minute": (dt.timedelta(minutes=1), dt.timedelta(minutes=2)),
+    "hour": (dt.timedelta(minutes=15), dt.timedelta(hours=2)),
+    "day": (dt.timedelta(minutes=15), dt.timedelta(days=3)),
+    "week": (dt.timedelta(hours=1), dt.timedelta(days=10)),
+    "month": (dt.timedelta(hours=1), dt.timedelta(days=34)),
+}
+_FORMATS: Final = {"week": "%G-W%V-%u", "month": "%Y-%m-%d"}
+
+
+def bounds(rule: periods.Calendar, label: str, zone: ZoneInfo) -> tuple[dt.datetime, dt.datetime]:
+    """Return ``[since, until)`` of a label, found by looking at the clock around it."""
+    match rule:
+        case "minute" | "hour":
+            day, _, clock = label.partition("T")
+            hour, offset = clock[:-6], clock[-6:]
+            start = dt.datetime.fromisoformat(f"{day}T{hour}{':00' * (rule == 'hour')}{offset}")
+        case "day":
+            start = dt.datetime.fromisoformat(label).replace(tzinfo=UTC)
+        case _:
+            start = dt.datetime.strptime(f"{label}-1", _FORMATS[rule]).replace(tzinfo=UTC)
+    step, far = _SCANS[rule]
+    at = start.astimezone(UTC) - far
+    inside = []
+    for _ in range(2 * far // step + 1):
+        if periods.calendar(rule, at, zone) == label:
+            inside.append(at)
+        at += step
+    # In one piece, so that its two ends say everything.
+    assert inside == [inside[0] + number * step for number in range(len(inside))]
+    return inside[0], inside[-1] + step
+
+
+# Half an hour of summer time ends an hour of Lord Howe in its middle, Nepal is at 45 minutes.
+_ODD: Final = {"Asia/Kathmandu", "Australia/Lord_Howe"}
+
+
+@given(moments, rules)
+@example(("Africa/Casablanca", utc("2011-07-30T22:00")), "day")
+@example(("Pacific/Apia", utc("2011-12-30T10:00")), "week")
+@example(("Africa/Cairo", utc("2026-04-23T22:00")), "day")
+@example(("Australia/Lord_Howe", utc("2026-04-04T15:00")), "hour")
+def test_a_label_leads_back_to_the_bucket_that_it_was_made_of(
+    where: tuple[str, dt.datetime], rule: periods.Calendar
+) -> None:
+    name, moment = where
+    if name in _ODD and rule in ("week", "month"):
+        return  # looked at by the hour, their ends would be missed
+    zone = ZoneInfo(name)
+    label = periods.calendar(rule, moment, zone)
+    since, until = bounds(rule, label, zone)
+    assert since <= moment < until
+    assert periods.calendar(rule, since, zone) == label
+    assert periods.calendar(rule, until - MICROSECOND, zone) == label
+    # The next bucket begins where this one ends, and the one before ends where this begins.
+    after = periods.calendar(rule, until, zone)
+    before = periods.calendar(rule, since - MICROSECOND, zone)
+    assert len({before, label, after}) == 3
+    assert bounds(rule, after, zone)[0] == until
+    assert bounds(rule, before, zone)[1] == since
+    window = periods.window(rule, moment, zone)
+    if window is not None:
+        # A clock that is put back at midnight makes the bucket longer than its window.
+        assert since <= window[0] <= moment < window[1] <= until
+
+
+@pytest.mark.parametrize(("name", "moment"), CHANGES)
+@pytest.mark.parametrize("rule", periods.CALENDARS)
+def test_a_label_that_was_left_never_comes_back(
+    name: str, moment: dt.datetime, rule: periods.Calendar
+) -> None:
+    """Over each change of clocks; and dates grow with time."""
+    zone = ZoneInfo(name)
+    step, length = {
+        "minute": (dt.timedelta(minutes=1), dt.timedelta(hours=4)),
+        "hour": (dt.timedelta(minutes=5), dt.timedelta(hours=30)),
+    }.get(rule, (dt.timedelta(minutes=15), dt.timedelta(days=34)))
+    number = length // step
+    labels = [
+        periods.calendar(rule, moment + part * step, zone) for part in range(-number, number + 1)
+    ]
+    order = [label for label, _ in itertools.groupby(labels)]
+    assert len(set(order)) == len(order)
+    assert len(order) > 2
+    if rule in ("day", "week", "month"):
+        assert order == sorted(order)
+    else:
+        # As instants, by the offset that they carry.
+        starts = [bounds(rule, label, zone)[0] for label in order[:: max(1, len(order) // 40)]]
+        assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "before", "after"),
+    [
+        ("Europe/Berlin", "2026-03-29T01:00", "2026-03-29T01:59+01:00", "2026-03-29T03:00+02:00"),
+        ("Europe/Berlin", "2026-10-25T01:00", "2026-10-25T02:59+02:00", "2026-10-25T02:00+01:00"),
+        (
+            "America/New_York",
+            "2026-03-08T07:00",
+            "2026-03-08T01:59-05:00",
+            "2026-03-08T03:00-04:00",
+        ),
+        (
+            "America/New_York",
+            "2026-11-01T06:00",
+            "2026-11-01T01:59-04:00",
+            "2026-11-01T01:00-05:00",
+        ),
+        (
+            "Australia/Lord_Howe",
+            "2026-04-04T15:00",
+            "2026-04-05T01:59+11:00",
+            "2026-04-05T01:30+10:30",
+        ),
+        (
+            "Australia/Lord_Howe",
+            "2026-10-03T15:30",
+            "2026-10-04T01:59+10:30",
+            "2026-10-04T02:30+11:00",
+        ),
+        ("Europe/Dublin", "2026-03-29T01:00", "2026-03-29T00:59+00:00", "2026-03-29T02:00+01:00"),
+        ("Europe/Dublin", "2026-10-25T01:00", "2026-10-25T01:59+01:00", "2026-10-25T01:00+00:00"),
+        ("Africa/Cairo", "2026-04-23T22:00", "2026-04-23T23:59+02:00", "2026-04-24T01:00+03:00"),
+        ("Africa/Cairo", "2026-10-29T21:00", "2026-10-29T23:59+03:00", "2026-10-29T23:00+02:00"),
+        ("Pacific/Apia", "2011-04-02T14:00", "2011-04-02T03:59-10:00", "2011-04-02T03:00-11:00"),
+        ("Pacific/Apia", "2011-09-24T14:00", "2011-09-24T02:59-11:00", "2011-09-24T04:00-10:00"),
+        ("Pacific/Apia", "2011-12-30T10:00", "2011-12-29T23:59-10:00", "2011-12-31T00:00+14:00"),
+    ],
+)
+def test_the_last_label_before_and_the_first_after_each_change_are_frozen(
+    name: str, change: str, before: str, after: str
+) -> None:
+    zone = ZoneInfo(name)
+    for moment, minute in ((utc(change) - MICROSECOND, before), (utc(change), after)):
+        assert periods.calendar("minute", moment, zone) == minute
+        assert periods.calendar("hour", moment, zone) == minute[:13] + minute[16:]
+        assert periods.calendar("day", moment, zone) == minute[:10]
+        assert periods.calendar("month", moment, zone) == minute[:7]
+
+
+def test_the_day_that_samoa_skipped_is_no_label() -> None:
+    zone = ZoneInfo("Pacific/Apia")
+    quarters = [utc("2011-12-28T10:00") + dt.timedelta(minutes=15 * part) for part in range(400)]
+    days = dict.fromkeys(periods.calendar("day", at, zone) for at in quarters)
+    assert list(days) == [
+        "2011-12-28",
+        "2011-12-29",
+        "2011-12-31",
+        "2012-01-01",
+        "2012-01-02",
+    ]
+
+
+def test_where_the_clocks_were_put_back_over_midnight_a_day_is_the_date_that_the_clock_shows() -> (
+    None
+):
+    """Newfoundland, until 2011, at 0:01: the new day lasts a minute, and begins once more."""
+    zone = ZoneInfo("America/St_Johns")
+    days = [
+        periods.calendar("day", utc(f"2010-11-07T{clock}"), zone)
+        for clock in ("02:29", "02:30", "02:31", "03:29", "03:30")
+    ]
+    assert days == ["2010-11-06", "2010-11-07", "2010-11-06", "2010-11-06", "2010-11-07"]

@@ -15,13 +15,16 @@ from celery.bin.celery import celery
 from celery.utils.dispatch import Signal
 
 import celery_pglock
-from celery_pglock import cli, options, outcomes, runs, settings, task
+from celery_pglock import cli, options, outcomes, runs, settings, task, testing
 
 NAMES = [
     "ConfigurationError",
     "CrashRetriesExhausted",
     "DatabaseUnavailable",
+    "Entry",
+    "EntryChanged",
     "JobSkipped",
+    "LeaderMixin",
     "LeaderScheduler",
     "LeadershipLost",
     "LockLost",
@@ -30,11 +33,14 @@ NAMES = [
     "NoCurrentRun",
     "OutcomeUnknown",
     "PGLockError",
+    "ReadOnlyByDefault",
+    "RerunRefused",
     "Run",
     "SchemaError",
     "ServerInRecovery",
     "TransactionEnded",
     "TransactionPooler",
+    "advisory_lock",
     "current_run",
     "leadership_gained",
     "leadership_lost",
@@ -46,6 +52,26 @@ NAMES = [
     "run_skipped",
     "run_started",
 ]
+TESTING = {
+    "Database",
+    "Elsewhere",
+    "ExpectedSkip",
+    "Message",
+    "Outcome",
+    "Row",
+    "State",
+    "at",
+    "dead_attempt",
+    "deliver",
+    "expect_skipped",
+    "holding",
+    "lose_lock",
+    "pglock_app",
+    "pglock_database",
+    "pglock_server_url",
+    "run_occurrence",
+    "running",
+}
 OPTIONS = {
     "lock_level": "session",
     "lock_wait": 0.0,
@@ -59,8 +85,11 @@ OPTIONS = {
 }
 SETTINGS = {
     "catchup",
+    "catchup_window",
     "database_url",
+    "django_alias",
     "enabled",
+    "heartbeat_file",
     "leader_lease",
     "lock_conflict",
     "lock_level",
@@ -71,6 +100,9 @@ SETTINGS = {
     "max_crash_retries",
     "namespace",
     "once_per",
+    "rescue_lost_after",
+    "rescue_sent_after",
+    "retention",
     "schema",
     "skip_state",
     "standby_poll",
@@ -88,37 +120,97 @@ SIGNALS = {
 }
 EVENTS = {
     "copy_dropped",
+    "database",
     "database_unavailable",
     "disabled",
+    "entry_broken",
+    "entry_configured_too",
+    "entry_paused",
     "foreign_namespace",
+    "guard_not_set",
+    "heartbeat_failed",
+    "host_clock_differs",
     "leadership_gained",
+    "leadership_handed_over",
     "leadership_lost",
     "leadership_resigned",
     "lock_lost",
+    "lock_lost_untold",
+    "monitor_failed",
     "occurrence_missed",
     "occurrence_not_sent",
     "outcome_unknown",
+    "pruned",
+    "revocation_not_recorded",
     "run_finished",
+    "run_given_up",
+    "run_not_rescued",
     "run_postponed",
+    "run_rescued",
     "run_skipped",
     "run_started",
     "run_taken_over",
+    "schedule_differs",
     "setting_not_read",
+    "schedule_failed",
+    "scheduler_failed",
+    "server_clock_set",
+    "schedule_never_comes",
     "shared_period",
     "skip_not_stored",
     "standby",
     "stock_beat",
+    "transaction_long",
+    "transaction_long_untold",
 }
 COMMANDS = {
+    "doctor": {"--json"},
+    "locks": {"--all", "--json"},
+    "entries": {"--json"},
+    "entries add": {
+        "entry",
+        "task",
+        "--every",
+        "--crontab",
+        "--solar",
+        "--zone",
+        "--args",
+        "--kwargs",
+        "--options",
+        "--replace",
+    },
+    "entries remove": {"entry"},
     "migrate": {"--sql", "--check"},
+    "pause": {"entry", "--for", "--reason"},
+    "prune": {"--dry-run"},
+    "rerun": {"job", "period", "--force", "--args", "--kwargs"},
+    "resign": set(),
+    "resume": {"entry"},
     "runs": {"--job", "--status", "--limit", "--json"},
     "status": {"--json"},
+    "trigger": {"entry"},
 }
 
 
 def test_the_names_that_the_package_offers() -> None:
     assert sorted(celery_pglock.__all__) == sorted(NAMES)
     assert [name for name in NAMES if not hasattr(celery_pglock, name)] == []
+
+
+def test_what_the_tests_of_users_import_and_read() -> None:
+    assert set(testing.__all__) == TESTING
+    assert [name for name in TESTING if not hasattr(testing, name)] == []
+    assert {name for name in _fields(testing.Outcome) if not name.startswith("_")} == {
+        "state", "value", "error", "reason", "kind", "message", "sent",
+    }  # fmt: skip
+    assert testing.ExpectedSkip.__annotations__.keys() == {
+        "job", "period", "reason", "kind", "task_id",
+    }  # fmt: skip
+    signature = inspect.signature(testing.run_occurrence)
+    assert {name: parameter.kind.name for name, parameter in signature.parameters.items()} == {
+        "task": "POSITIONAL_OR_KEYWORD", "due": "POSITIONAL_OR_KEYWORD", "entry": "KEYWORD_ONLY",
+        "args": "KEYWORD_ONLY", "kwargs": "KEYWORD_ONLY",
+    }  # fmt: skip
 
 
 def test_nothing_else_can_be_imported_by_accident() -> None:
@@ -134,6 +226,13 @@ def test_nothing_else_can_be_imported_by_accident() -> None:
 def test_current_run_takes_nothing_and_returns_a_run() -> None:
     signature = inspect.signature(celery_pglock.current_run, eval_str=True)
     assert (dict(signature.parameters), signature.return_annotation) == ({}, celery_pglock.Run)
+
+
+def test_the_parameters_of_advisory_lock() -> None:
+    signature = inspect.signature(celery_pglock.advisory_lock)
+    assert {name: parameter.kind.name for name, parameter in signature.parameters.items()} == {
+        "name": "POSITIONAL_OR_KEYWORD", "app": "KEYWORD_ONLY", "wait": "KEYWORD_ONLY",
+    }  # fmt: skip
 
 
 def test_the_attributes_of_a_run() -> None:
@@ -207,11 +306,14 @@ def _events() -> Iterator[str]:
 
 
 def test_the_commands_and_their_options() -> None:
-    found = {
-        name: {word for option in command.params for word in option.opts}
-        for name, command in cli.pglock.commands.items()
-    }
-    assert found == COMMANDS
+    assert dict(_commands(cli.pglock)) == COMMANDS
+
+
+def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, set[str]]]:
+    for name, command in group.commands.items():
+        yield prefix + name, {word for option in command.params for word in option.opts}
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{prefix}{name} ")
 
 
 def test_the_commands_belong_to_the_celery_command() -> None:

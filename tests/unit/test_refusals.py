@@ -107,6 +107,23 @@ def test_the_row_that_a_beat_wrote_for_a_fresh_message_does_not() -> None:
     assert refusals.decide(FRESH, WORK, held, "skip") == "skip"
 
 
+@pytest.mark.parametrize("conflict", CONFLICTS)
+@pytest.mark.parametrize("before", [None, row("sent", "mine"), row("failed", "mine")])
+def test_a_claim_that_cannot_be_seen_yet_may_be_the_same_messages(
+    before: claims.Row | None, conflict: refusals.Conflict
+) -> None:
+    beginning = refused("running", before)
+    assert refusals.claim_in_progress(beginning)
+    assert refusals.decide(FRESH, WORK, beginning, conflict) == "postpone"
+    assert refusals.decide(DIRECT, WORK, beginning, conflict) in ("skip", "raise")
+
+
+def test_a_claim_that_can_be_seen_or_is_another_messages_is_not_waited_for() -> None:
+    assert not refusals.claim_in_progress(refused("running", row("running")))
+    assert not refusals.claim_in_progress(refused("held", row("sent", "mine")))
+    assert refusals.decide(FRESH, WORK, refused("running", row("retrying")), "skip") == "skip"
+
+
 @pytest.mark.parametrize("kind", ["running", "held"])
 def test_a_copy_that_a_later_one_has_replaced_is_dropped(kind: claims.Refusal) -> None:
     before = row("sent", "mine", postponements=3)

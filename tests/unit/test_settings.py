@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from celery import Celery
 
-from celery_pglock import connections, errors, sessions, settings
+from celery_pglock import connections, errors, lending, sessions, settings
 
 SECRET = "tops3cret"
 URL = f"postgresql://app:{SECRET}@db.example:5433/proj"
@@ -53,6 +53,25 @@ def test_without_a_database_the_sentence_names_the_setting_and_the_way_out() -> 
     assert "pglock_enabled = False" in str(caught.value)
 
 
+@pytest.mark.parametrize("alias", [7, "", ["default"], True])
+def test_an_alias_that_is_no_name(alias: object) -> None:
+    sentence = refusal(pglock_django_alias=alias)
+    assert sentence.startswith("pglock_django_alias must be the name of a database in DATABASES")
+
+
+def test_a_url_and_an_alias_cannot_both_be_the_database() -> None:
+    sentence = refusal(pglock_database_url=URL, pglock_django_alias="default")
+    assert "are both set, and only one database can hold the locks" in sentence
+    assert SECRET not in sentence
+
+
+def test_an_alias_without_django_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "_registered", [])
+    read = settings.of(app_with(pglock_django_alias="default"))
+    with pytest.raises(errors.ConfigurationError, match="to INSTALLED_APPS"):
+        read.target()
+
+
 def test_settings_are_read_once() -> None:
     app = app_with(pglock_schema="one")
     first = settings.of(app)
@@ -79,6 +98,7 @@ def test_nothing_can_be_changed_afterwards() -> None:
         ("pglock_databse_url", "pglock_database_url"),
         ("pglock_lock_waits", "pglock_lock_wait"),
         ("pglock_name_space", "pglock_namespace"),
+        ("pglock_django_alais", "pglock_django_alias"),
         ("pglock_max_crash_retry", "pglock_max_crash_retries"),
         ("PGLOCK_DATABASE_URI", "pglock_database_url"),
     ],

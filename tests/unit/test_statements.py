@@ -87,10 +87,11 @@ def test_nothing_in_the_package_waits_for_an_advisory_lock() -> None:
     assert calls == []
 
 
-def test_nothing_in_the_package_sets_a_lock_timeout_other_than_none() -> None:
+def test_nothing_that_takes_an_advisory_lock_sets_a_lock_timeout_other_than_none() -> None:
     settings = [
         line.strip()
         for path in SOURCES
+        if path.name != "schema.py"  # there it is for tables that are altered
         for line in path.read_text().splitlines()
         if re.search(r"[\"']lock_timeout[\"']|set lock_timeout", line, re.IGNORECASE)
     ]

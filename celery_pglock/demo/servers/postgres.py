@@ -40,6 +40,7 @@ class PostgresServer:
 
     Attributes:
         settings: The server settings, read at each start.
+        env: Added to the server's environment at each start.
         port: The TCP port, the same after each restart.
         data_dir: The data directory.
         socket_dir: The directory of the unix socket.
@@ -48,6 +49,7 @@ class PostgresServer:
 
     def __init__(self, settings: Mapping[str, str | int] | None = None) -> None:
         self.settings: dict[str, str | int] = dict(settings or {})
+        self.env: dict[str, str] = {}
         self.port = children.free_port()
         self._account = children.Account.unprivileged()
         self._bin = binaries.runnable(binaries.postgres_bin(), by_others=self._account is not None)
@@ -119,7 +121,7 @@ class PostgresServer:
             command,
             log=self.log_file,
             cwd=self._base,
-            env=_clean_environment(),
+            env=_clean_environment() | self.env,
             account=self._account,
             death_signal=signal.SIGQUIT,
         )

@@ -1,0 +1,1 @@
+"""What fits celery-pglock into other people's frameworks; nothing else imports it."""

@@ -1,0 +1,13 @@
+"""The Celery application of the project, as Celery's guide for Django has it."""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.apps.django_site.settings")
+
+app = Celery("site")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks()

@@ -1,0 +1,12 @@
+"""`manage.py` of the project: `python -m tests.apps.django_site.manage check`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from django.core.management import execute_from_command_line
+
+if __name__ == "__main__":
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.apps.django_site.settings")
+    execute_from_command_line(sys.argv)

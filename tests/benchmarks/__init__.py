@@ -1,0 +1,1 @@
+"""Scripts that measure; `make test` does not run them."""
