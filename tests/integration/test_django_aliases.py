@@ -116,11 +116,11 @@ def test_an_examination_names_the_alias_and_not_the_url_that_is_not_set(
     site: celery.Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = celery.Celery("examined", broker="memory://", set_as_current=False)
-    app.conf.update(pglock_django_alias="defualt", result_expires=None)
+    app.conf.update(pglock_django_alias="defaults", result_expires=None)
     assert site.main == "site"
     _, found = told(app, "doctor")
     (finding,) = (each for each in found["findings"] if each["code"] == "database_url")
-    assert finding["reason"] == "pglock_django_alias names 'defualt', which is not in DATABASES"
+    assert finding["reason"] == "pglock_django_alias names 'defaults', which is not in DATABASES"
     assert finding["remedy"] == "did you mean 'default'?"
     # No framework has started that could lend one.
     monkeypatch.setattr(lending, "_registered", [])
