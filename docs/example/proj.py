@@ -13,6 +13,7 @@ from celery_pglock import LockedTask, current_run
 app = Celery("proj", broker=os.environ["BROKER_URL"])
 app.conf.update(
     pglock_database_url=os.environ["DATABASE_URL"],
+    pglock_heartbeat_file=os.environ.get("HEARTBEAT_FILE"),
     broker_connection_retry_on_startup=True,
     beat_schedule={"invoices": {"task": "proj.write_invoices", "schedule": crontab()}},
 )

@@ -10,9 +10,11 @@ from typing import Any, Final
 import celery
 import celery._state
 import celery.app.builtins
+import click
 import jsonschema
 import pytest
 from celery.bin.base import CLIContext
+from celery.bin.celery import celery as celery_command
 from click.testing import CliRunner
 
 from celery_pglock import cli
@@ -71,3 +73,22 @@ def told(app: celery.Celery, command: str, *arguments: str) -> tuple[int, Any]:
         found, schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )
     return ended.code, found
+
+
+def expect_parsed(line: list[str]) -> None:
+    """Expect that `celery -A … COMMAND` has all the options and arguments of a line.
+
+    Raises:
+        click.UsageError: it has not.
+    """
+    program, option, _, *words = line
+    assert program.endswith("celery")
+    assert option == "-A"
+    command: click.Command = celery_command
+    while isinstance(command, click.Group) and words:
+        name = words.pop(0)
+        if name not in command.commands:
+            raise click.NoSuchOption(name)
+        command = command.commands[name]
+    obj = CLIContext(celery.Celery("proj"), no_color=True, workdir=None)
+    command.make_context(command.name, words, obj=obj)
