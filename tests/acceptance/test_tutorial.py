@@ -14,8 +14,9 @@ import psycopg
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.support.pages import commands
 from tests.support.processes import REPOSITORY
-from tests.support.terminals import Examples, Terminal, commands, fresh_environment
+from tests.support.terminals import Examples, Terminal, fresh_environment
 
 PAGE = REPOSITORY / "docs/tutorial.md"
 PATIENCE = 20.0

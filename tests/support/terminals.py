@@ -165,7 +165,7 @@ class Terminal:
 
     def close(self) -> None:
         """End the shell and all that was started in it."""
-        for pid in children.session_members(self._shell.pid):
+        for pid in children.session_members(int(self._shell.pid or 0)):
             children.send(pid, signal.SIGKILL)
         self._shell.close(force=True)
 
@@ -179,17 +179,6 @@ class Terminal:
             elif not left or not self._examples.seen(line, left.pop(0)):
                 return f"{line!r} is not in its place in\n" + "\n".join(lines)
         return f"it has written too: {left}" if left else None
-
-
-def commands(block: str) -> list[tuple[str, list[str]]]:
-    """Return the commands of a block, each with the lines that are shown of what it writes."""
-    found: list[tuple[str, list[str]]] = []
-    for line in block.splitlines():
-        if line.startswith("$ "):
-            found.append((line[2:], []))
-        else:
-            found[-1][1].append(line)
-    return found
 
 
 def fresh_environment(**more: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ def test_the_table_has_rows() -> None:
 def test_what_is_due_in_the_two_nights(row: tuple[str, str, str]) -> None:
     fields = dict(re.findall(r'(\w+)="(.*?)"', row[0]))
     app = Celery("due", set_as_current=False)
-    app.conf.timezone = BERLIN.key
+    app.conf.update(timezone=BERLIN.key)
     schedule = schedules.read(
         crontab(**fields, app=app), BERLIN, dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]  # it has no types
 import pytest
 import yaml
 
@@ -80,6 +80,30 @@ def test_the_probe_sees_a_file_that_is_touched_and_one_that_is_not(tmp_path: Pat
     for path in (alive, directory):
         os.utime(path, (time.time() - 120,) * 2)
     assert said() == "restarted\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [("howto/operate-beats.md", "/run/beat"), ("examples/kubernetes/beat.yaml", "/run/beat/alive")],
+)
+def test_the_probe_of_the_page_looks_at_the_age_of_the_file(
+    tmp_path: Path, source: str, path: str
+) -> None:
+    text = (REPOSITORY / "docs" / source).read_text()
+    found = re.search(r"test \$\(\(.*-lt 60", text)
+    assert found is not None
+    assert path in found[0]
+    file = tmp_path / "alive"
+    probe = found[0].replace(path, str(file))
+
+    def code() -> int:
+        return subprocess.run(["/bin/sh", "-c", probe], check=False, capture_output=True).returncode
+
+    assert code() != 0
+    file.touch()
+    assert code() == 0
+    os.utime(file, (time.time() - 61,) * 2)
+    assert code() != 0
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
