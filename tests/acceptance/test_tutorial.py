@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psycopg
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.support import wheels
 from tests.support.pages import commands
 from tests.support.processes import REPOSITORY
 from tests.support.terminals import Examples, Terminal, fresh_environment
@@ -106,8 +106,7 @@ class Reader:
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     """Has the wheel of this tree where pip looks, and a Python."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    wheels.build(tmp_path)
     env = fresh_environment()
     env["PIP_FIND_LINKS"] = f"{env.get('PIP_FIND_LINKS', '')} {tmp_path}".strip()
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"

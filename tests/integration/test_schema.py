@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import uuid
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -23,8 +18,6 @@ from celery_pglock import errors, keys, ledger, schema, sessions, tables
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Sessions, advisory_locks, work
 from tests.support.databases import Database
-from tests.support.processes import REPOSITORY
-from tests.support.requirements import require
 
 NAMES = [step.name for step in schema.migrations()]
 STRANGE = ["Jobs", "with space", 'quo"ted', "per%cent", "per%(s)s", "{braces}", "select", "ünïcode"]
@@ -343,15 +336,3 @@ def test_the_script_makes_what_migrate_makes(
     assert catalog(blank_database, name) == catalog(database, name)
     schema.verify(blank_database.url, name)
     assert schema.migrate(blank_database.url, name) == []
-
-
-def test_a_wheel_holds_the_migrations(tmp_path: Path) -> None:
-    require(find_spec("hatchling"), "hatchling (pip install hatchling)")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        found = archive.namelist()
-    assert {f"celery_pglock/migrations/{name}.sql" for name in NAMES} <= set(found)
-    assert "celery_pglock/py.typed" in found
-    assert not [name for name in found if name.startswith("tests/")]
