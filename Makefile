@@ -5,6 +5,7 @@
 #   make chaos                   ten minutes of faults, a history, and its verdict in one line
 #   make chaos SEED=7            what was done then, and when; RECORD=1 writes the evidence page
 #   make chaos-tests             the tests that take minutes, or are the same on a second broker
+#   make packaged-tests          the wheel, the tutorial and the types, each in a fresh environment
 #   make lint                    everything that reads the code without running it
 #   make demo                    two beats, two workers, kills, and a verdict in under a minute
 #   make demo ARGS=--unguarded   the same without celery-pglock
@@ -30,7 +31,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test chaos-tests types docs chaos demo clean
+.PHONY: setup lint test chaos-tests packaged-tests types docs chaos demo clean
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -40,6 +41,10 @@ test: setup
 
 chaos-tests: setup
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+packaged-tests: setup
+	$(BIN)/python -m pytest -m "chaos or not chaos" \
+		tests/acceptance/test_wheel.py tests/acceptance/test_tutorial.py tests/integration/test_typing.py $(ARGS)
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record) $(ARGS)

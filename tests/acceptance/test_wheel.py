@@ -73,7 +73,12 @@ def test_the_source_distribution_can_be_tested_and_documented(tmp_path: Path) ->
     with tarfile.open(wheels.build(tmp_path, "sdist")) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert {*files(), "Makefile", "pyproject.toml", "README.md", "LICENSE"} <= found
-    assert {"docs/tutorial.md", "docs/example/proj.py", "tests/conftest.py"} <= found
+    assert {
+        "docs/tutorial.md",
+        "docs/examples/systemd/proj-beat.service",
+        "docker-compose.yml",
+    } <= found
+    assert {"tests/conftest.py", "tests/lowest.txt", ".github/workflows/ci.yml"} <= found
 
 
 @pytest.mark.chaos

@@ -156,7 +156,9 @@ def test_the_commands_of_a_page_are_there(block: pages.Block) -> None:
 
 
 def expect_command(command: str) -> None:
-    words = shlex.split(command)
+    words = list(
+        itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command))
+    )
     match words:
         case ["celery", *_]:
             expect_parsed(words)
