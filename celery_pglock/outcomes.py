@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import logging
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 
+import celery
 import celery.states
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
@@ -21,12 +22,10 @@ from typing_extensions import override
 
 from celery_pglock import claims, errors, messages
 
-if TYPE_CHECKING:
-    import celery
-
 _log: Final = logging.getLogger("celery_pglock.outcomes")
 
 _ERROR_LENGTH: Final = 500
+_BOTH_COUNT: Final = celery.VERSION < (5, 6)
 
 
 class SkippedResult(TypedDict):
@@ -126,9 +125,7 @@ def _revoke(task: celery.Task[..., Any], reason: str) -> None:
         _tell(task)
         return
     task_id = request.id or ""
-    # Only what the message itself says: Celery's class-level default would look like it.
-    ignored = vars(request).get("ignore_result")
-    stored = not (task.ignore_result if ignored is None else ignored)
+    stored = not _ignored(task)
     if stored and backend.get_state(task_id) in celery.states.READY_STATES:
         # An earlier delivery of the same message has told its result already.
         return
@@ -148,6 +145,17 @@ def _revoke(task: celery.Task[..., Any], reason: str) -> None:
         # waits for them would wait for ever.
         _revoke_later_steps(backend, request.chain, error)
     _tell(task)
+
+
+def _ignored(task: celery.Task[..., Any]) -> bool:
+    """Whether nobody is to have a result, by the rule of the Celery that is there."""
+    # Only what the message itself says: Celery's class-level default would look like it.
+    said: bool | None = vars(task.request).get("ignore_result")
+    # Before 5.6 a message that is sent by name says False in any case, and the task's own word
+    # counts beside it.
+    if said is None or (_BOTH_COUNT and not said):
+        return bool(task.ignore_result)
+    return said
 
 
 def _revoke_later_steps(backend: Any, chain: Any, error: TaskRevokedError) -> None:

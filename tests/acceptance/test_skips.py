@@ -201,7 +201,9 @@ def test_no_result_is_written_where_results_are_ignored(bench: Bench, key: str) 
             client.exists(f"celery-task-meta-{result.id}")
             for result in (by_task, by_message, control)
         ]
-    assert written == [0, 0, 1]
+    # Celery 5.6 has a message that is sent by name say that its result is wanted, and heeds that.
+    by_name = int((5, 6) <= celery.VERSION < (5, 7))
+    assert written == [by_name, 0, 1]
     for result in (by_task, by_message):
         assert len(bench.skips(task_id=result.id)) == 1
         assert bench.run(task_id=result.id).status == "skipped"

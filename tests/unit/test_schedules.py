@@ -21,6 +21,9 @@ from typing_extensions import override
 from celery_pglock import errors, occurrences, schedules
 from tests.support.requirements import require
 
+# From then on Celery's search for an event of the sun goes on where there is none, and fails no more;
+# and its crontab stands still in a repeated hour.
+FROM_5_7: Final = celery.VERSION >= (5, 7)
 UTC: Final = dt.UTC
 BERLIN: Final = ZoneInfo("Europe/Berlin")
 ANCHOR: Final = dt.datetime(2026, 11, 29, 12, tzinfo=UTC)
@@ -392,11 +395,14 @@ def test_an_estimate_that_stands_still_in_a_repeated_hour_does_not_flood(
     # In the second pass, which ends at 02:00Z.
     since = dt.datetime(2026, 10, 25, 1, 5, tzinfo=UTC)
     schedule.nowfun = lambda: since.astimezone(BERLIN)
-    assert schedule.remaining_estimate(since) < dt.timedelta(0)
+    stands_still = schedule.remaining_estimate(since) < dt.timedelta(0)
+    assert stands_still is FROM_5_7
     found = list(
         occurrences.between(schedules.read(schedule, UTC, since), since, since + 3 * DAY / 24)
     )
+    before = [] if stands_still else ["01:20", "01:40", "02:00"]
     assert [f"{due:%H:%M}" for due in found] == [
+        *before,
         "02:20",
         "02:40",
         "03:00",
@@ -511,9 +517,12 @@ def test_a_year_of_an_event_of_the_sun(app: celery.Celery, place: str, event: st
     dates = [(due + own).date() for due in found]
     assert len(set(dates)) == len(dates)
     assert all(other - one > 20 / 24 * DAY for one, other in itertools.pairwise(found))
-    theirs = by_celery(schedule, since, until)
-    assert len(found) == len(theirs) > 100
-    assert all(abs(one - other) < 1.1 * SECOND for one, other in zip(found, theirs, strict=True))
+    if FROM_5_7:
+        theirs = by_celery(schedule, since, until)
+        assert len(found) == len(theirs) > 100
+        assert all(
+            abs(one - other) < 1.1 * SECOND for one, other in zip(found, theirs, strict=True)
+        )
     if event == "solar_noon" or place in {"Sydney", "Taveuni"}:
         assert len(found) == 365
     if place == "Longyearbyen" and event in {"sunrise", "sunset"}:
@@ -573,8 +582,12 @@ def test_at_the_pole_an_event_that_does_not_come_is_told_after_two_years_of_sear
     app: celery.Celery, event: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     schedule = event_of_the_sun(app, event, 90, 0)
-    # Celery's own goes on where its search ends.
-    assert schedules.Estimated(schedule).after(ANCHOR) is not None
+    # Celery's own goes on where its search ends, or fails there.
+    if FROM_5_7:
+        assert schedules.Estimated(schedule).after(ANCHOR) is not None
+    else:
+        with pytest.raises(TypeError):
+            schedules.Estimated(schedule).after(ANCHOR)
     schedule.cal = Observer(schedule.cal)
     assert schedules.read(schedule, UTC, ANCHOR).after(ANCHOR) is None
     assert schedule.cal.asked == 2 * 366

@@ -51,3 +51,15 @@ def test_the_pythons_are_those_of_the_classifiers() -> None:
 def test_the_oldest_celery_is_among_the_pairs() -> None:
     oldest = floors()["celery"]
     assert pairs()[0]["celery"] == f"{oldest.major}.{oldest.minor}"
+
+
+def test_the_pairs_are_those_of_the_documentation() -> None:
+    page = (REPOSITORY / "docs/reference/compatibility.md").read_text()
+    shown = re.findall(r"^\| (3\.\d+) \| (5\.\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert shown == [(pair["python"], pair["celery"], pair["postgresql"]) for pair in pairs()]
+    table = dict(re.findall(r"^\| (\w+)(?:, .*)? \| ([\d.]+) \| ", page, re.MULTILINE))
+    said = {name.lower(): version for name, version in table.items()}
+    assert {"celery", "django", "psycopg", "sqlalchemy"} <= said.keys()
+    for name, floor in floors().items():
+        if name in said:
+            assert said[name] == f"{floor.major}.{floor.minor}", name
