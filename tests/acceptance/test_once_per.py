@@ -17,6 +17,7 @@ from tests.acceptance.conftest import MakeBench
 from tests.support.databases import Database
 from tests.support.processes import Process, eventually
 from tests.support.servers import TestedPostgres
+from tests.support.versions import FROM_5_7
 
 PATIENCE = 20.0
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -380,7 +381,8 @@ def test_two_stock_beats_run_a_calendar_rule_once_per_minute(
     warned = Counter(note.pid for note in bench.notes("log", event="stock_beat", level="WARNING"))
     assert started.total() > 5, "both beats' messages ran"
     assert max(started.values()) > 1
-    assert warned == dict.fromkeys(started, 1)
+    # Before Celery 5.7 nothing tells a stock beat's message.
+    assert warned == (dict.fromkeys(started, 1) if FROM_5_7 else {})
     message = bench.notes("log", event="stock_beat")[0].detail["message"]
     assert "-S pglock" in message
     assert "once_per" in message

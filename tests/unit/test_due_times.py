@@ -28,6 +28,7 @@ import pytest
 from celery import schedules as celery_schedules
 
 from celery_pglock import occurrences, schedules
+from tests.support.versions import FROM_5_7
 
 UTC: Final = dt.UTC
 ZERO: Final = dt.timedelta(0)
@@ -345,7 +346,8 @@ def test_in_a_repeated_hour_each_instant_comes_once_where_celery_does_not_stop_s
     """C09: a real beat sent one entry 17,954 times in four seconds there."""
     assert sent_by_celery("UTC", "not repeated") == 3
     # At each look until 06:40, from which on the next one is due in the hour after it.
-    assert sent_by_celery("America/New_York", "repeated") >= 200
+    sent = sent_by_celery("America/New_York", "repeated")
+    assert sent >= 200 if FROM_5_7 else sent == 3
 
     since = dt.datetime(2026, 11, 1, 6, 5, tzinfo=UTC)
     ours = read(crontab(celery.Celery(set_as_current=False), SPECS[1], "America/New_York", Clock()))
@@ -368,7 +370,7 @@ def test_an_interval_is_due_when_celerys_is_that_is_never_late(
     app: celery.Celery, seconds: float
 ) -> None:
     """Over a year, or its first 2,000 instants; across changes of clocks as well."""
-    zone = ZoneInfo("Europe/Berlin")
+    zone: dt.tzinfo = ZoneInfo("Europe/Berlin") if FROM_5_7 else UTC
     anchor = dt.datetime(2026, 3, 28, 12, 0, 0, 123456, tzinfo=UTC)
     schedule = celery_schedules.schedule(seconds, nowfun=Clock(), app=app)
     until = anchor + min(365 * DAY, 2000 * dt.timedelta(seconds=seconds))

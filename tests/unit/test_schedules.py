@@ -20,10 +20,8 @@ from typing_extensions import override
 
 from celery_pglock import errors, occurrences, schedules
 from tests.support.requirements import require
+from tests.support.versions import FROM_5_7
 
-# From then on Celery's search for an event of the sun goes on where there is none, and fails no more;
-# and its crontab stands still in a repeated hour.
-FROM_5_7: Final = celery.VERSION >= (5, 7)
 UTC: Final = dt.UTC
 BERLIN: Final = ZoneInfo("Europe/Berlin")
 ANCHOR: Final = dt.datetime(2026, 11, 29, 12, tzinfo=UTC)
