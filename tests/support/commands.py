@@ -87,8 +87,9 @@ def expect_parsed(line: list[str]) -> None:
     command: click.Command = celery_command
     while isinstance(command, click.Group) and words:
         name = words.pop(0)
-        if name not in command.commands:
-            raise click.NoSuchOption(name)
-        command = command.commands[name]
+        found = command.get_command(click.Context(command), name)
+        if found is None:
+            raise click.UsageError(f"no command {name}")
+        command = found
     obj = CLIContext(celery.Celery("proj"), no_color=True, workdir=None)
     command.make_context(command.name, words, obj=obj)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import celery
@@ -77,7 +78,11 @@ def test_each_signal_and_its_arguments() -> None:
         row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2]))
         for row in rows(page("events.md").partition("Log records come")[0])
     }
-    offered: list[Any] = [each for each in vars(celery_pglock).values() if isinstance(each, Signal)]
+    offered: list[Any] = [
+        each
+        for each in (getattr(celery_pglock, name) for name in celery_pglock.__all__)
+        if isinstance(each, Signal)
+    ]
     assert shown == {str(each.name): set(each.providing_args) for each in offered}
 
 
@@ -98,11 +103,7 @@ def test_each_event_and_its_level() -> None:
 def test_each_command_and_its_options() -> None:
     shown = {row[0].strip("`"): row for row in rows(page("command-line.md"))}
     names = {re.sub(r" [A-Z ]+$", "", each): row for each, row in shown.items()}
-    found: dict[str, click.Command] = {}
-    for name, command in cli.pglock.commands.items():
-        found[name] = command
-        if isinstance(command, click.Group):
-            found |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+    found = dict(commands(cli.pglock))
     assert {name for name in names if not name.isdigit()} == found.keys()
     for name, command in found.items():
         for parameter in command.params:
@@ -110,6 +111,17 @@ def test_each_command_and_its_options() -> None:
                 assert parameter.opts[0] in names[name][1], (name, parameter.opts)
             else:
                 assert str(parameter.name).upper() in shown_head(shown, name)
+
+
+def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands of a group, and those of the groups among them, by their full names."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield prefix + name, command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
 
 
 def shown_head(shown: dict[str, Any], name: str) -> str:
