@@ -79,6 +79,6 @@ $(made):
 	@touch $@
 
 $(installed): | $(made)
-	$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[demo,metrics,web]' --group dev
 	@rm -f $(VENV)/.installed-*
 	@touch $@

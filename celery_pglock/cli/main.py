@@ -22,6 +22,7 @@ from celery_pglock.cli import (
     runs,
     status,
     trigger,
+    web,
 )
 
 FAILED: Final = 1
@@ -91,3 +92,4 @@ pglock.add_command(resign.command)
 pglock.add_command(runs.command)
 pglock.add_command(status.command)
 pglock.add_command(trigger.command)
+pglock.add_command(web.command)
