@@ -54,7 +54,7 @@ _LAST_SETTLED: Final = f"""
 
 _BEATS: Final = """
 select pg_catalog.now() as now, pg_catalog.pg_is_in_recovery() as in_recovery,
- pg_catalog.current_setting('server_version') as version,
+ pg_catalog.split_part(pg_catalog.current_setting('server_version'), ' ', 1) as version,
  t.node, t.term, t.elected_at, t.last_tick_at, t.resigned_at, t.backend_pid,
  array(select pg_catalog.split_part(a.application_name, '@', 2) from pg_catalog.pg_stat_activity a
   where a.datname = pg_catalog.current_database()
@@ -130,8 +130,9 @@ where h.key = any (%(keys)s::bigint[])
 # A lock is seen as it is, a row as it was when the snapshot was taken. So a run may have ended in
 # between; one whose row says "running" afterwards, too, is dead.
 _STILL_RUNNING: Final = """
-select r.job, r.period from pg_catalog.unnest(%(names)s::text[], %(periods)s::text[],
- %(attempts)s::integer[]) as d(job, period, attempts)
+select r.job, r.period
+from rows from (pg_catalog.unnest(%(names)s::text[]), pg_catalog.unnest(%(periods)s::text[]),
+ pg_catalog.unnest(%(attempts)s::integer[])) as d(job, period, attempts)
 join {runs} r on r.job = d.job and r.period = d.period and r.attempts = d.attempts
 where r.status = 'running'
 """

@@ -122,7 +122,7 @@ def _line(job: overview.Job, seen: overview.Overview, zone: dt.tzinfo) -> Line:
         next_due=_next_due(job, seen.now, zone),
         last_success=""
         if job.last_done_at is None
-        else words.instant(job.last_done_at, zone),
+        else words.briefly(seen.now, job.last_done_at, zone),
         holder="" if holding is None else _briefly(holding),
         holder_details="" if holding is None else holder(holding, zone),
         skips=job.skips,
@@ -167,11 +167,12 @@ def _next_due(job: overview.Job, now: dt.datetime, zone: dt.tzinfo) -> str:
     if job.paused_until is not None and job.paused_until > now:
         # A pause without an end is stored as one until the year 9999.
         far = job.paused_until.year == dt.MAXYEAR
-        until = "until it is resumed" if far else f"until {words.instant(job.paused_until, zone)}"
+        moment = words.briefly(now, job.paused_until, zone)
+        until = "until it is resumed" if far else f"until {moment}"
         return f"paused {until}"
     if job.next_due_at is None:
         return "" if job.schedule is None else "never"
-    return words.instant(job.next_due_at, zone)
+    return words.briefly(now, job.next_due_at, zone)
 
 
 def _briefly(seen: overview.Holder) -> str:

@@ -26,7 +26,7 @@
   jobs.addEventListener("mouseleave", () => tell(null));
   jobs.addEventListener("focusin", (event) => tell(event.target.closest(TOLD)));
   jobs.addEventListener("focusout", () => tell(null));
-  addEventListener("scroll", () => tell(null), true);
+  addEventListener("scroll", () => { if (told) tell(told); }, true);
   addEventListener("keydown", (event) => { if (event.key === "Escape") tell(null); });
 
   // --- One tab stop for the whole grid; arrows move inside it. ---

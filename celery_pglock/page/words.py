@@ -50,6 +50,12 @@ def instant(moment: dt.datetime, zone: dt.tzinfo) -> str:
     return moment.astimezone(zone).isoformat(" ", "seconds")
 
 
+def briefly(now: dt.datetime, moment: dt.datetime, zone: dt.tzinfo) -> str:
+    """Return a moment of today by its time, any other by its date and time."""
+    here, today = moment.astimezone(zone), now.astimezone(zone).date()
+    return f"{here:%H:%M:%S}" if here.date() == today else f"{here:%Y-%m-%d %H:%M}"
+
+
 def _of_crontab(expression: str) -> str | None:
     options = cron_descriptor.Options()
     options.use_24hour_time_format = True
