@@ -192,7 +192,7 @@ values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'skipped',
  %(name_key)s::bigint, %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text,
  %(term)s::bigint, pg_catalog.clock_timestamp(), %(reason)s::text)
 on conflict (job, period) do update set status = 'skipped', reason = excluded.reason,
- node = excluded.node, finished_at = excluded.finished_at
+ name_key = excluded.name_key, node = excluded.node, finished_at = excluded.finished_at
 where r.status = 'sent'
 """
 
@@ -203,6 +203,7 @@ values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'sent', %(name
  %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text, %(term)s::bigint,
  pg_catalog.clock_timestamp(), %(number)s::integer, %(reason)s::text)
 on conflict (job, period) do update set postponements = excluded.postponements,
+ name_key = coalesce(r.name_key, excluded.name_key),
  sent_at = case when r.status = 'sent' then excluded.sent_at else r.sent_at end
 where r.postponements < excluded.postponements
  and r.status in ('sent', 'running', 'retrying', 'failed')

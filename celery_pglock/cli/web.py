@@ -6,6 +6,7 @@ import ipaddress
 import signal
 import socket
 import socketserver
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -114,6 +115,12 @@ class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
             return cls((host, port), _Handler)
         except (OSError, UnicodeError) as error:
             _refuse(host, port, error)
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of browsers that open a connection and do not use it, or go away."""
+        if not isinstance(sys.exception(), TimeoutError | ConnectionError):
+            super().handle_error(request, client_address)
 
     @override
     def server_bind(self) -> None:

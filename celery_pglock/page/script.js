@@ -108,6 +108,8 @@
   if (!seconds) return;
   const pause = find("pause");
   const texts = new Map(); // of the rows, as they were sent
+  // Without what is set here: the tab stop, and what the filter dims.
+  const plain = (row) => row.innerHTML.replace(/ tabindex="(0|-1)"/g, "").replace(/ dim"/g, '"');
   const START = '<tbody id="jobs">', END = "</tbody>";
   pause.hidden = false;
 
@@ -132,10 +134,12 @@
         row = template.content.firstElementChild;
         name = row.dataset.job;
         const old = before.get(name);
-        apply(row);
-        if (old) {
-          if (old === place) place = row;
-          old.replaceWith(row);
+        if (old && plain(old) === plain(row)) {
+          row = old;
+        } else {
+          apply(row);
+          if (old && old === place) place = row;
+          if (old) old.replaceWith(row);
         }
         texts.set(raw, { sent, name });
       }
