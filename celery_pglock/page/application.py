@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,11 +82,11 @@ def _page(app: Celery, root: str) -> Answer:
 
 def _metrics(app: Celery, root: str) -> Answer:
     del root
-    try:
-        from celery_pglock import metrics
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("prometheus_client") is None:
         missing = "Metrics need prometheus-client: pip install 'celery-pglock[metrics]'.\n"
         return "501 Not Implemented", _TEXT, missing
+    from celery_pglock import metrics
+
     return "200 OK", metrics.CONTENT_TYPE, metrics.exposition(settings.of(app))
 
 
