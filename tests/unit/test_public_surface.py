@@ -106,6 +106,7 @@ SETTINGS = {
     "schema",
     "skip_state",
     "standby_poll",
+    "warn_after_skips",
 }
 SIGNALS = {
     "leadership_gained": {"namespace", "term", "node", "before"},
@@ -115,7 +116,7 @@ SIGNALS = {
     "occurrence_sent": {"entry", "task", "due", "task_id"},
     "run_finished": {"run", "status", "exception"},
     "run_postponed": {"job", "period", "reason", "number", "countdown", "task_id"},
-    "run_skipped": {"job", "period", "reason", "kind", "task_id"},
+    "run_skipped": {"job", "period", "reason", "kind", "task_id", "skips"},
     "run_started": {"run"},
 }
 EVENTS = {
@@ -189,6 +190,7 @@ COMMANDS = {
     "runs": {"--job", "--status", "--limit", "--json"},
     "status": {"--json"},
     "trigger": {"entry"},
+    "web": {"--host", "--port", "-o", "--output"},
 }
 
 
