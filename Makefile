@@ -30,7 +30,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test chaos-tests types docs chaos demo clean
+.PHONY: setup lint test chaos-tests types docs screenshots chaos demo clean
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -61,6 +61,10 @@ lint: setup
 	$(BIN)/codespell
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(MAKE) --no-print-directory docs
+
+# From a live application, in a real browser: needs chromium and chromium-driver.
+screenshots: setup
+	PYTHONPATH=. $(BIN)/python docs/screenshots/take.py
 
 clean:
 	rm -rf $(VENV) build dist htmlcov docs/_build .coverage .coverage.* \

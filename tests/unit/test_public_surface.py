@@ -15,7 +15,7 @@ from celery.bin.celery import celery
 from celery.utils.dispatch import Signal
 
 import celery_pglock
-from celery_pglock import cli, options, outcomes, runs, settings, task, testing
+from celery_pglock import cli, metrics, options, outcomes, page, runs, settings, task, testing
 
 NAMES = [
     "ConfigurationError",
@@ -316,6 +316,16 @@ def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, set[s
         yield prefix + name, {word for option in command.params for word in option.opts}
         if isinstance(command, click.Group):
             yield from _commands(command, f"{prefix}{name} ")
+
+
+def test_what_serves_and_measures() -> None:
+    assert page.__all__ == ["wsgi"]
+    for function, names in (
+        (page.wsgi, ["app"]),
+        (metrics.LedgerCollector, ["config"]),
+        (metrics.exposition, ["config"]),
+    ):
+        assert list(inspect.signature(function).parameters) == names
 
 
 def test_the_commands_belong_to_the_celery_command() -> None:
