@@ -69,8 +69,17 @@ def exposition(config: settings.Settings) -> str:
 
 
 def _of_beats(seen: overview.Overview) -> Iterator[Metric]:
-    leader = _gauge("leader", "Whether a beat leads (1) or not (0).")
-    leader.add_metric([], int(seen.leader is not None))
+    recovery = _gauge(
+        "database_in_recovery",
+        "Whether the database is a standby (1), which knows of no locks, or the primary (0).",
+    )
+    recovery.add_metric([], int(seen.in_recovery))
+    yield recovery
+    leader = _gauge("leader", "Whether a beat leads (1) or not (0); only of the primary.")
+    standbys = _gauge("standbys", "How many beats stand by; only of the primary.")
+    if not seen.in_recovery:
+        leader.add_metric([], int(seen.leader is not None))
+        standbys.add_metric([], len(seen.standbys))
     yield leader
     term = _gauge("leader_term", "The number of the last leadership.")
     tick = _gauge("leader_tick_age_seconds", "How long ago a leader showed its last sign of life.")
@@ -79,8 +88,6 @@ def _of_beats(seen: overview.Overview) -> Iterator[Metric]:
         tick.add_metric([], _since(seen, seen.last_tick_at))
     yield term
     yield tick
-    standbys = _gauge("standbys", "How many beats stand by.")
-    standbys.add_metric([], len(seen.standbys))
     yield standbys
     omitted = _gauge("jobs_omitted", "How many jobs are too many to have metrics.")
     omitted.add_metric([], seen.omitted)

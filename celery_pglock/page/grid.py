@@ -56,7 +56,7 @@ class Line:
         name: without the namespace.
         task: its task, where that has another name.
         schedule: in words.
-        next_due: when it is due next, or why it is not.
+        next_due: when it is due next, or why it is not; a few words.
         last_success: when it was last done.
         holder: who holds its lock name, in a few words.
         holder_details: who exactly.
@@ -171,8 +171,8 @@ def _next_due(job: overview.Job, now: dt.datetime, zone: dt.tzinfo) -> str:
         until = "until it is resumed" if far else f"until {moment}"
         return f"paused {until}"
     if job.next_due_at is None:
-        return "" if job.schedule is None else "never"
-    return words.briefly(now, job.next_due_at, zone)
+        return "" if job.schedule is None else "never due"
+    return f"next due {words.briefly(now, job.next_due_at, zone)}"
 
 
 def _briefly(seen: overview.Holder) -> str:

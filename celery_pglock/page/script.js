@@ -102,6 +102,8 @@
   if (kept.has("job") || kept.has("state")) filtered();
   ensureStop();
   count();
+  const grid = find("grid"); // where it is too wide the newest periods are what is looked for
+  grid.scrollLeft = grid.scrollWidth;
 
   // --- New figures without a reload: what has not changed is left alone. ---
   const seconds = Number(document.documentElement.dataset.refresh);

@@ -27,7 +27,7 @@ from tests.support.browser import driving, scheme
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "howto"
-HEIGHT = 780
+HEIGHT = 960
 COLOURS = 96
 LED, NOBODY, LED_AGAIN = 60.0, 14.0, 40.0  # seconds
 
@@ -77,7 +77,7 @@ def main() -> None:
         for name in ("light", "dark"):
             scheme(browser, name)
             browser.get("http://127.0.0.1:8788/")
-            cell = browser.find_elements(By.CSS_SELECTOR, "td.c.skipped")[-1]
+            cell = browser.find_elements(By.CSS_SELECTOR, "td.c.skipped")[-2]
             browser.execute_script("arguments[0].focus({preventScroll: true})", cell)
             write(PAGES / f"page-{name}.png", browser.get_screenshot_as_png())
 

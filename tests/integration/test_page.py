@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
@@ -23,12 +24,14 @@ import pytest
 from psycopg import sql
 
 from celery_pglock import keys, page, schema, snapshots
+from celery_pglock.demo.servers import PostgresServer
 from celery_pglock.page import grid
 from tests.support.commands import pglock
 from tests.support.databases import Database
 from tests.support.history import History
+from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import eventually
-from tests.support.servers import TestedPostgres
+from tests.support.servers import POSTGRES_SETTINGS, TestedPostgres
 
 NAMESPACE = "shown"
 LOCK = "select pg_advisory_lock(%s)"
@@ -423,3 +426,60 @@ def test_control_a_plan_without_the_indexes_is_told_apart(database: Database) ->
         told = Statements(look)
         told("select count(*) from {runs}")
     assert "Seq Scan on job_runs" in told.plans[0]
+
+
+# --- By whom and by what way it is read -----------------------------------------------------
+
+
+def test_a_role_that_may_only_read_is_enough(database: Database, history: History) -> None:
+    history.row("often", "done")
+    role = f"reader_{database.name}"
+    database.rows(
+        f"create role {role} login; grant usage on schema pglock to {role};"
+        f" grant select on all tables in schema pglock to {role}"
+    )
+    try:
+        parts = urlsplit(database.url)
+        port = parts.port or 5432
+        app = application(f"postgresql://{role}@{parts.hostname}:{port}/{database.name}")
+        assert cells(ask(app).text, "often")
+        database.rows(f"revoke all on all tables in schema pglock from {role}")
+        answer = ask(app)
+        assert answer.status == 503
+        assert "may not be used by this role" in answer.text
+    finally:
+        database.rows(f"drop owned by {role}; drop role {role}")
+
+
+def test_through_a_transaction_pooler_it_leaves_nothing_behind(
+    database: Database, history: History, pgbouncer: StartPgBouncer
+) -> None:
+    history.row("often", "running", 60)  # of a run that is dead, so it looks twice
+    url = pgbouncer(database, "transaction", default_pool_size=1).url
+    app = application(url)
+    for _ in range(3):
+        assert cells(ask(app).text, "often")[-1][0] == "lost"
+    with psycopg.connect(url, autocommit=True, prepare_threshold=None) as connection:
+        row = connection.execute(
+            "select current_setting('default_transaction_read_only'),"
+            " current_setting('transaction_isolation'), current_setting('statement_timeout')"
+        ).fetchone()
+        assert row == ("off", "read committed", "0")
+        connection.execute("delete from pglock.job_runs")
+
+
+@pytest.mark.slow
+def test_of_a_standby_server_it_shows_the_rows_and_says_that_locks_are_elsewhere() -> None:
+    with PostgresServer(POSTGRES_SETTINGS) as primary:
+        schema.migrate(primary.url())
+        History(primary.url(), NAMESPACE).row("often", "running", 60)
+        with primary.standby() as standby:
+            app = application(standby.url())
+            eventually(lambda: ask(app).status == 200, 30, "the standby answers")
+            text = ask(app).text
+            measured = ask(app, "/metrics").text
+    assert "pglock_database_in_recovery 1.0" in measured
+    assert "\npglock_leader 0" not in measured  # which would be an alert
+    assert cells(text, "often")[0][0] == "running"  # nobody can say that it is dead
+    assert "not visible: locks are held on the primary" in text
+    assert "a standby, in recovery" in text
