@@ -1,7 +1,8 @@
 """What workers under test leave behind for the test: rows, written at once on their own.
 
 Bodies call `note`; log records and signals of celery-pglock are noted as well. Each note is
-committed on its own, so that a process that is killed has still told it.
+committed on its own, so that a process that is killed has still told it. With `APP_KEEPS_NOTHING`
+each is a connection of its own, for who looks at all that a process leaves in the server.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ def url() -> str:
 
 def note(what: str, **detail: object) -> None:
     """Leave a row for the test."""
-    _kept().rows(
+    notes = _kept()
+    notes.rows(
         "INSERT INTO notes (what, detail, pid) VALUES (%s, %s, %s)",
         what,
         json.dumps(detail, default=str),
         os.getpid(),
     )
+    if "APP_KEEPS_NOTHING" in os.environ:
+        notes.close()
 
 
 def _kept() -> KeptConnection:
