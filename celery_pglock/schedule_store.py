@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from psycopg import sql
 
-from celery_pglock import periods, tables
+from celery_pglock import periods, table_names
 
 NOBODY_LED: Final = "no beat was leading when it was due"
 CLOCK_SET_FORWARD: Final = "the server's clock was set forward over it"
@@ -444,6 +444,6 @@ def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
 
 @functools.cache
 def _statement(template: str, schema_name: str) -> bytes:
-    names = tables.names(schema_name)
+    names = table_names.names(schema_name)
     missed = sql.SQL(_MISSED).format(**names)
     return sql.SQL(template).format(**names, missed=missed).as_bytes()
