@@ -27,7 +27,7 @@ from celery_pglock import (
     overview,
     schema,
     statements,
-    tables,
+    table_names,
 )
 
 PERIODS: Final = 60
@@ -208,7 +208,7 @@ class _Look:
     def _rows(self, template: str, factory: Any = namedtuple_row, **parameters: Any) -> list[Any]:
         named = {"namespace": self._namespace, "prefix": self._prefix}
         with self._connection.cursor(row_factory=factory) as cursor:
-            cursor.execute(tables.statement(template, self._schema), {**named, **parameters})
+            cursor.execute(table_names.statement(template, self._schema), {**named, **parameters})
             return cursor.fetchall()
 
     def take(self, periods: int, most: int) -> overview.Overview:
