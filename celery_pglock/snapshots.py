@@ -1,12 +1,4 @@
-"""What a namespace is doing and has done of late, read in one snapshot: for the page and metrics.
-
-However long the history is, only its end is read. All rows of a job that are asked for stand
-together in the unique index, the jobs are walked from one to the next in the same index, and
-what was settled last is found in the index of settled rows. Each of these reads is bounded.
-
-Messages without an occurrence have random labels (``id:…``), whose newest no index finds: of
-these the ones are shown that are among the rows settled last, or still open.
-"""
+"""An overview of a namespace, read in one snapshot: for the page and metrics."""
 
 from __future__ import annotations
 
@@ -23,8 +15,8 @@ from celery_pglock import (
     connections,
     elections,
     keys,
-    locks,
     overview,
+    overview_statements,
     schema,
     statements,
     table_names,
@@ -32,116 +24,9 @@ from celery_pglock import (
 
 PERIODS: Final = 60
 JOBS: Final = 500
-SKIPS: Final = 20
 
-# No page and no scrape may keep a server busy.
-_PATIENCE: Final = b"set local statement_timeout = '10s'"
-# Under a calendar rule each lock name is a job, so there may be more of them than can be shown.
-_WALK: Final = 2000
-_RECENT: Final = 2000
-_DEEP: Final = 2000
-
-_SETTLED: Final = "r.status in ('done', 'failed', 'skipped', 'missed')"
-_COLUMNS: Final = """
- r.job, r.period, r.status, r.attempts, r.lost_attempts, r.due_at, r.sent_at, r.started_at,
- r.finished_at, r.retry_at, r.task, r.node, r.backend_pid, r.name_key, r.reason,
- pg_catalog.split_part(r.error, ':', 1) as error
-"""
-_LAST_SETTLED: Final = f"""
- select r.* from {{runs}} r where {_SETTLED} and r.finished_at is not null
- order by r.finished_at desc limit {_RECENT}
-"""
-
-_BEATS: Final = """
-select pg_catalog.now() as now, pg_catalog.pg_is_in_recovery() as in_recovery,
- pg_catalog.split_part(pg_catalog.current_setting('server_version'), ' ', 1) as version,
- t.node, t.term, t.elected_at, t.last_tick_at, t.resigned_at, t.backend_pid,
- array(select pg_catalog.split_part(a.application_name, '@', 2) from pg_catalog.pg_stat_activity a
-  where a.datname = pg_catalog.current_database()
-   and pg_catalog.starts_with(a.application_name, %(standby)s::text)
-  order by 1) as standbys
-from (select 1) as one left join {terms} t on t.namespace = %(namespace)s::text
-"""
-
-# An entry that was removed, or not seen by any leader for long, is a job only while it has rows.
-_JOBS: Final = f"""
-with recursive settled as materialized ({_LAST_SETTLED}
-), walked as (
- (select r.job, 1 as number from {{runs}} r order by r.job limit 1)
- union all
- select n.job, w.number + 1 from walked w cross join lateral (
-  select r.job from {{runs}} r where r.job > w.job order by r.job limit 1) n
- where w.number < {_WALK}
-), known as (
- select %(prefix)s::text || e.entry as job, e.task, e.schedule, e.due_at, e.published_at,
-  e.next_due_at, e.paused_until, e.paused_reason
- from {{entries}} e where e.namespace = %(namespace)s::text
-  and (e.definition is not null or e.registered is null)
-), named as (
- select k.job from known k
- union select s.job from settled s
- union select w.job from walked w
- union select r.job from {{runs}} r where r.status in ('sent', 'running', 'retrying')
-), chosen as materialized (
- select n.job, k.task, k.schedule, k.due_at, k.published_at, k.next_due_at, k.paused_until,
-  k.paused_reason, pg_catalog.count(*) over () as of
- from named n left join known k on k.job = n.job
- where pg_catalog.starts_with(n.job, %(prefix)s::text)
- order by k.job is null, n.job limit %(jobs)s::integer
-)
-select c.*, (
- select d.finished_at from (
-  select r.status, r.finished_at from {{runs}} r where r.job = c.job and r.period < 'id:'
-  order by r.period desc limit {_DEEP}) d
- where d.status = 'done' limit 1) as last_done_at
-from chosen c order by c.job
-"""
-
-# Labels that begin with a digit, as those of occurrences and calendars do, come before "id:" in
-# every collation; what a function of the user's returns may come after.
-_RUNS: Final = f"""
-with settled as materialized ({_LAST_SETTLED})
-select {_COLUMNS}
-from pg_catalog.unnest(%(names)s::text[]) as j(job) cross join lateral (
- (select * from {{runs}} r where r.job = j.job and r.period < 'id:'
-  order by r.period desc limit %(periods)s::integer)
- union all
- (select * from {{runs}} r where r.job = j.job and r.period > 'ie'
-  order by r.period desc limit %(periods)s::integer)) r
-union all
-select {_COLUMNS} from settled r
-where pg_catalog.starts_with(r.period, 'id:') and r.job = any (%(names)s::text[])
-union all
-select {_COLUMNS} from {{runs}} r
-where r.status in ('sent', 'running', 'retrying') and pg_catalog.starts_with(r.period, 'id:')
- and r.job = any (%(names)s::text[])
-"""
-_SKIPPED: Final = f"""
-with settled as materialized ({_LAST_SETTLED})
-select {_COLUMNS} from settled r
-where r.status = 'skipped' and pg_catalog.starts_with(r.job, %(prefix)s::text)
-order by r.finished_at desc limit {SKIPS}
-"""
-_HELD: Final = f"""
-select h.key, h.pid, a.application_name as application, a.backend_start
-from ({locks.HELD_KEYS}) h left join pg_catalog.pg_stat_activity a on a.pid = h.pid
-where h.key = any (%(keys)s::bigint[])
-"""
-# A lock is seen as it is, a row as it was when the snapshot was taken. So a run may have ended in
-# between; one whose row says "running" afterwards, too, is dead.
-_STILL_RUNNING: Final = """
-select r.job, r.period
-from rows from (pg_catalog.unnest(%(names)s::text[]), pg_catalog.unnest(%(periods)s::text[]),
- pg_catalog.unnest(%(attempts)s::integer[])) as d(job, period, attempts)
-join {runs} r on r.job = d.job and r.period = d.period and r.attempts = d.attempts
-where r.status = 'running'
-"""
-_TALLY: Final = f"""
-select r.job, r.status, pg_catalog.count(*) as runs from {{runs}} r
-where {_SETTLED} and r.finished_at > pg_catalog.now() - interval '1 hour'
- and pg_catalog.starts_with(r.job, %(prefix)s::text)
-group by r.job, r.status
-"""
+# A new leader has been through its schedule by then.
+_TAKING_OVER: Final = dt.timedelta(minutes=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,7 +105,7 @@ class _Look:
             return seen
         with self._snapshot():
             dead = self._rows(
-                _STILL_RUNNING,
+                overview_statements.STILL_RUNNING,
                 names=[row.job for row in suspects],
                 periods=[row.period for row in suspects],
                 attempts=[row.attempts for row in suspects],
@@ -234,44 +119,53 @@ class _Look:
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[None]:
         with self._connection.transaction():
-            self._connection.execute(_PATIENCE)
+            self._connection.execute(overview_statements.PATIENCE)
             yield
 
     def _take(self, periods: int, most: int) -> overview.Overview:
         standby = elections.application("standby", self._namespace)
-        (beats,) = self._rows(_BEATS, standby=standby)
-        found = self._rows(_JOBS, jobs=most)
+        (beats,) = self._rows(overview_statements.BEATS, standby=standby)
+        found = self._rows(overview_statements.JOBS, jobs=most)
         rows: dict[str, list[overview.Row]] = {job.job: [] for job in found}
-        for row in self._rows(_RUNS, args_row(overview.Row), names=[*rows], periods=periods):
+        for row in self._rows(
+            overview_statements.RUNS, args_row(overview.Row), names=[*rows], periods=periods
+        ):
             rows[row.job].append(row)
         for of_job in rows.values():
             of_job.sort(key=_newness, reverse=True)
             del of_job[periods:]
         held = self._held(rows.values())
         leader_key = keys.from_name(self._namespace, "beat", "leader")
+        leader = None
+        if leader_key in held and beats.node is not None:
+            pid = held[leader_key].pid
+            leader = overview.Leader(
+                beats.node, beats.term, pid, beats.elected_at, beats.last_tick_at
+            )
+        found = [_without_entry(job) if _is_left(job, leader, beats.now) else job for job in found]
         return overview.Overview(
             namespace=self._namespace,
             database=connections.describe_open(self._connection),
             now=beats.now,
             in_recovery=beats.in_recovery,
             version=beats.version,
-            leader=overview.Leader(
-                beats.node, beats.term, held[leader_key].pid, beats.elected_at, beats.last_tick_at
-            )
-            if leader_key in held and beats.node is not None
-            else None,
+            leader=leader,
             last_term=beats.term,
             resigned_at=beats.resigned_at,
             last_tick_at=beats.last_tick_at,
             standbys=beats.standbys,
-            jobs=[self._job(job, rows[job.job], held, beats) for job in found],
+            jobs=[
+                self._job(job, rows[job.job], held, beats)
+                for job in found
+                if job.schedule is not None or rows[job.job]
+            ],
             omitted=max(0, found[0].of - len(found)) if found else 0,
-            skips=self._rows(_SKIPPED, args_row(overview.Row)),
+            skips=self._rows(overview_statements.SKIPPED, args_row(overview.Row)),
         )
 
     def tally(self) -> dict[str, dict[str, int]]:
         with self._snapshot():
-            rows = self._rows(_TALLY)
+            rows = self._rows(overview_statements.TALLY)
         found: dict[str, dict[str, int]] = {}
         for row in rows:
             found.setdefault(row.job, {})[row.status] = row.runs
@@ -284,7 +178,7 @@ class _Look:
             wanted |= {self._run_key(row) for row in running}
             wanted |= {row.name_key for row in running if row.name_key is not None}
             wanted |= {key for key in (_name_key(rows),) if key is not None}
-        return {lock.key: lock for lock in self._rows(_HELD, keys=[*wanted])}
+        return {lock.key: lock for lock in self._rows(overview_statements.HELD, keys=[*wanted])}
 
     def _run_key(self, row: overview.Row) -> int:
         return keys.of_run(self._namespace, row.job, row.period)
@@ -317,6 +211,24 @@ class _Look:
                 if row not in alive and row.started_at is not None and row.started_at < begun
             },
         )
+
+
+def _is_left(job: Any, leader: overview.Leader | None, now: dt.datetime) -> bool:
+    """Whether an entry is not in the leader's schedule any more, although its row is there.
+
+    What a leader finds due when it is elected it sends, or passes over, at once. With another
+    release an entry may be gone; nothing of it is due until it comes back.
+    """
+    due = job.next_due_at if job.published_at is not None else job.due_at or job.next_due_at
+    if leader is None or due is None or now - leader.elected_at < _TAKING_OVER:
+        return False
+    return bool(due < leader.elected_at)
+
+
+def _without_entry(job: Any) -> Any:
+    return job._replace(
+        schedule=None, due_at=None, next_due_at=None, paused_until=None, paused_reason=None
+    )
 
 
 def _holder(

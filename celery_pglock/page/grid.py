@@ -172,7 +172,7 @@ def _next_due(job: overview.Job, now: dt.datetime, zone: dt.tzinfo) -> str:
         return f"paused {until}"
     if job.next_due_at is None:
         return "" if job.schedule is None else "never due"
-    return f"next due {words.briefly(now, job.next_due_at, zone)}"
+    return f"next {words.briefly(now, job.next_due_at, zone)}"
 
 
 def _briefly(seen: overview.Holder) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,14 @@ from PIL import Image
 from selenium.webdriver.common.by import By
 
 from celery_pglock import keys, schema
-from celery_pglock.demo.servers import PostgresServer, ValkeyServer
+from celery_pglock.demo.servers import PostgresServer, ValkeyServer, children
 from tests.support.browser import driving, scheme
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "howto"
 HEIGHT = 960
 COLOURS = 96
+PORT = 8788
 LED, NOBODY, LED_AGAIN = 60.0, 14.0, 40.0  # seconds
 
 
@@ -70,16 +72,25 @@ def main() -> None:
             stack.enter_context(started(*beat, log=log))
         with started("pglock", "pause", "sync-warehouse", log=log):
             time.sleep(LED_AGAIN)
-        stack.enter_context(started("pglock", "web", "--port", "8788", log=log))
+        web = stack.enter_context(started("pglock", "web", "--port", str(PORT), log=log))
         browser = stack.enter_context(driving(str(directory / "profile")))
         browser.set_window_size(1400, HEIGHT)
-        time.sleep(4)
+        children.wait_until_ready(web, answers, log=log)
         for name in ("light", "dark"):
             scheme(browser, name)
-            browser.get("http://127.0.0.1:8788/")
+            browser.get(f"http://127.0.0.1:{PORT}/")
             cell = browser.find_elements(By.CSS_SELECTOR, "td.c.skipped")[-2]
             browser.execute_script("arguments[0].focus({preventScroll: true})", cell)
             write(PAGES / f"page-{name}.png", browser.get_screenshot_as_png())
+
+
+def answers() -> bool:
+    """Whether the page is served."""
+    try:
+        socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def write(file: Path, png: bytes) -> None:

@@ -226,6 +226,41 @@ def test_what_is_due_and_was_not_sent_is_told(app: celery.Celery, history: Histo
     assert [state for state, *_ in cells(text, "fine")] == ["next"]
 
 
+@pytest.mark.parametrize(
+    ("elected", "states"),
+    [
+        (0, {"late": ["overdue"], "kept": ["done", "overdue"]}),  # it is just taking over
+        (600, {"late": [], "kept": ["done"]}),
+        (7200, {"late": ["overdue"], "kept": ["done", "overdue"]}),  # it was there by then
+    ],
+)
+def test_what_a_new_leader_does_not_know_any_more_is_not_due(
+    app: celery.Celery,
+    database: Database,
+    history: History,
+    elected: int,
+    states: dict[str, list[str]],
+) -> None:
+    for name in ("late", "kept"):
+        due = history.now - dt.timedelta(hours=1)
+        history.entry(name, next_due_at=due, due_at=due - dt.timedelta(hours=1))
+    history.row("kept", "done", 7200)
+    database.rows(
+        "insert into pglock.beat_terms (namespace, term, node, backend_pid, elected_at,"
+        " last_tick_at) values (%s, 7, 'web1:1', 1, now() - %s * interval '1 s', now())",
+        NAMESPACE,
+        elected,
+    )
+    leader = database.connect(application_name="pglock:leader:shown@web1:1")
+    leader.execute(LOCK, [keys.from_name(NAMESPACE, "beat", "leader")])
+    text = ask(app).text
+    for name, expected in states.items():
+        if expected:
+            assert [state for state, *_ in cells(text, name)] == expected
+        else:
+            assert f'data-job="{name}"' not in text
+
+
 def test_a_pause_is_told(app: celery.Celery, history: History) -> None:
     far = dt.datetime(9999, 1, 1, tzinfo=dt.UTC)
     history.entry("still", paused_until=far, next_due_at=None)
