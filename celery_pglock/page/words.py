@@ -42,7 +42,7 @@ def span(seconds: float) -> str:
 
 def ago(now: dt.datetime, moment: dt.datetime) -> str:
     """Return how long ago something was."""
-    return f"{span(max(0.0, (now - moment).total_seconds()))} ago"
+    return f"{span(round(max(0.0, (now - moment).total_seconds()), 1))} ago"
 
 
 def instant(moment: dt.datetime, zone: dt.tzinfo) -> str:

@@ -28,7 +28,7 @@ from tests.support.browser import driving, scheme
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "howto"
-HEIGHT = 960
+WIDTH, HEIGHT = 1480, 960
 COLOURS = 96
 PORT = 8788
 LED, NOBODY, LED_AGAIN = 60.0, 14.0, 40.0  # seconds
@@ -74,7 +74,7 @@ def main() -> None:
             time.sleep(LED_AGAIN)
         web = stack.enter_context(started("pglock", "web", "--port", str(PORT), log=log))
         browser = stack.enter_context(driving(str(directory / "profile")))
-        browser.set_window_size(1400, HEIGHT)
+        browser.set_window_size(WIDTH, HEIGHT)
         children.wait_until_ready(web, answers, log=log)
         for name in ("light", "dark"):
             scheme(browser, name)

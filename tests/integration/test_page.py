@@ -9,6 +9,7 @@ import hashlib
 import html
 import io
 import re
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -412,47 +413,51 @@ class Statements:
     """Executes each statement twice: as it is, and for its plan."""
 
     def __init__(self, look: Any) -> None:
-        self._look = look
         self._rows = look._rows  # noqa: SLF001
         self.plans: list[str] = []
-        self.seconds = 0.0
 
     def __call__(self, template: str, *factory: Any, **parameters: Any) -> list[Any]:
-        begun = time.perf_counter()
-        found: list[Any] = self._rows(template, *factory, **parameters)
-        self.seconds += time.perf_counter() - begun
-        explained = self._rows(f"explain (analyze) {template}", **parameters)
+        explained = self._rows(f"explain (analyze, timing off) {template}", **parameters)
         self.plans.append("\n".join(line for (line,) in explained))
+        found: list[Any] = self._rows(template, *factory, **parameters)
         return found
+
+    def milliseconds(self) -> float:
+        """Return how long the server planned and executed."""
+        times = re.findall(r"(?:Planning|Execution) Time: ([\d.]+) ms", "\n".join(self.plans))
+        return sum(map(float, times))
 
 
 @pytest.mark.slow
-def test_the_page_of_200_jobs_reads_the_end_of_a_million_rows(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [100_000, pytest.param(1_000_000, marks=pytest.mark.chaos)])
+def test_the_page_of_200_jobs_reads_the_end_of_the_history(
+    database: Database, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     with psycopg.connect(database.url, autocommit=True) as connection:
-        connection.execute(FILL, [1_000_000])
+        connection.execute(FILL, [rows])
         connection.execute("vacuum (analyze) pglock.job_runs")
     reader = snapshots.Reader(database.url, "pglock", NAMESPACE)
     reader.read()
-    with reader._looking() as look:  # noqa: SLF001
-        told = Statements(look)
-        monkeypatch.setattr(look, "_rows", told)
-        seen = look.take(snapshots.PERIODS, snapshots.JOBS)
-    assert (len(seen.jobs), sum(len(job.rows) for job in seen.jobs)) == (200, 12_000)
-    assert len(told.plans) == 5
-    server = 0.0
-    for plan in told.plans:
-        assert "Seq Scan on job_runs" not in plan, plan
-        server += sum(
-            float(found) for found in re.findall(r"(?:Planning|Execution) Time: ([\d.]+) ms", plan)
-        )
+    server, client = [], []
+    for _ in range(5):
+        begun = time.perf_counter()
+        seen = reader.read()
+        client.append((time.perf_counter() - begun) * 1e3)
+        assert (len(seen.jobs), sum(len(job.rows) for job in seen.jobs)) == (200, 12_000)
+        with reader._looking() as look:  # noqa: SLF001
+            told = Statements(look)
+            monkeypatch.setattr(look, "_rows", told)
+            look.take(snapshots.PERIODS, snapshots.JOBS)
+        assert len(told.plans) == 5
+        assert not [plan for plan in told.plans if "Seq Scan on job_runs" in plan]
+        server.append(told.milliseconds())
     print(
-        f"\n1,000,000 rows, 200 jobs x 60 periods: {server:.1f} ms in the server,"
-        f" {told.seconds * 1e3:.1f} ms with the rows taken in"
+        f"\n{rows:,} rows, 200 jobs x 60 periods, best and median of 5: in the server"
+        f" {min(server):.1f} and {statistics.median(server):.1f} ms, with connecting and taking"
+        f" 12,000 rows in {min(client):.1f} and {statistics.median(client):.1f} ms"
     )
     # The figure above is the measurement (50 ms); a busy machine may take some more.
-    assert server < 500
+    assert min(server) < 500
 
 
 def test_control_a_plan_without_the_indexes_is_told_apart(database: Database) -> None:
