@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from celery_pglock import errors, overview, settings, snapshots
 
-CONTENT_TYPE: Final = formats.CONTENT_TYPE_PLAIN_0_0_4
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 # As many as the page has, by which skips in a row are counted.
 _PERIODS: Final = snapshots.PERIODS

@@ -8,9 +8,12 @@ import socket
 import socketserver
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from urllib.parse import urlsplit
 from wsgiref import simple_server
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 import click
 from typing_extensions import override
@@ -62,7 +65,7 @@ def command(ctx: click.Context, *, host: str, port: int, output: Path | None) ->
 
 def _serve(app: celery.Celery, page: Any, host: str, port: int) -> None:
     with _Server.bound(host, port) as server:
-        server.set_app(page)
+        server.set_app(_local(page) if _is_loopback(host) else page)
         # The signal comes to the main thread, which serves: shutdown() waits for that to end.
         _end_on_signals(server)
         address, bound = server.server_address[:2]
@@ -70,6 +73,24 @@ def _serve(app: celery.Celery, page: Any, host: str, port: int) -> None:
         click.echo(f"{app.main or 'the page'} is at http://{shown}:{bound}/ (Ctrl+C ends it)")
         server.serve_forever(poll_interval=0.2)
     click.echo("ended")
+
+
+def _local(page: WSGIApplication) -> WSGIApplication:
+    """Refuse requests that name another host than this one.
+
+    Any site that somebody looks at could have its own name lead to 127.0.0.1, and read the page.
+    """
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        named = urlsplit(f"//{environ.get('HTTP_HOST', '127.0.0.1')}").hostname or ""
+        if _is_loopback(named):
+            return page(environ, start_response)
+        text = b"This page is served to this host alone; see pglock web --host.\n"
+        headers = [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))]
+        start_response("421 Misdirected Request", headers)
+        return [text]
+
+    return answer
 
 
 def _end_on_signals(server: _Server) -> None:

@@ -6,13 +6,12 @@ import gzip
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from celery_pglock import errors, settings, snapshots
 from celery_pglock.page import rendering
 
 if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
-
     from celery import Celery
 
 _HTML: Final = "text/html; charset=utf-8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -43,6 +44,12 @@ def test_it_serves_at_loopback_and_ends_at_a_signal(
         with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - our own
             assert answer.status == 200
             assert b"celery-pglock" in answer.read()
+        # Nor does a site whose name somebody has led here get to see it.
+        for host, status in (("localhost:1", 200), ("[::1]", 200), ("evil.example", 421)):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("HEAD", "/", headers={"Host": host})
+            assert connection.getresponse().status == status
+            connection.close()
         serving.send(signum)
         assert serving.wait(10) == 0
     assert serving.output().splitlines()[-1] == "ended"
