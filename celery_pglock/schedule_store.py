@@ -292,6 +292,7 @@ class Occurrence:
         missed: earlier occurrences that nobody sends any more.
         revision: the edit of the definition in the database that it is planned by; None: it is
             planned by the configuration.
+        period: the label under which it is recorded.
     """
 
     entry: str
@@ -303,11 +304,11 @@ class Occurrence:
     late: bool = False
     missed: tuple[dt.datetime, ...] = ()
     revision: int | None = None
+    period: str = dataclasses.field(init=False)
 
-    @property
-    def period(self) -> str:
-        """The label under which it is recorded."""
-        return periods.occurrence(self.due_at)
+    def __post_init__(self) -> None:
+        # Made once: it is asked for at each step of a burst.
+        object.__setattr__(self, "period", periods.occurrence(self.due_at))
 
 
 def task_id(namespace: str, entry: str, due_at: dt.datetime) -> str:
@@ -397,7 +398,6 @@ class ScheduleStore:
             {
                 **_columns(occurrences, Occurrence),
                 **_missed(occurrences),
-                "period": [o.period for o in occurrences],
                 "term": term,
             },
         )
