@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from celery_pglock import claims, errors, ledger, sessions, statements, transactions
+from celery_pglock import claims, errors, ledger, sessions, statements, working_transactions
 from tests.integration.workbench import (
     PERIOD,
     Gate,
@@ -216,8 +216,11 @@ def test_a_lock_name_held_by_somebody_else_is_told_apart(
     session = lock_sessions.open(database.url)
     assert refused(session).kind == "held"
     found = LEDGER.holder(session, work())
-    assert found == claims.Holder(stranger.info.backend_pid, "psql")
+    assert found is not None
+    assert (found.pid, found.application, found.job) == (stranger.info.backend_pid, "psql", None)
     assert not found.ours
+    started = "select backend_start from pg_stat_activity where pid = %s"
+    assert database.rows(started, found.pid) == [(found.session_since,)]
     stranger.close()
     eventually(lambda: LEDGER.holder(session, work()) is None, what="the lock is free")
     claimed(session)
@@ -573,7 +576,7 @@ def test_a_row_that_is_being_written_does_not_keep_the_loser_waiting(
         stranger.execute("begin")
         stranger.execute("update pglock.job_runs set reason = 'open transaction'")
     else:
-        transaction = transactions.WorkingTransaction(holder, LEDGER, work(), answer.claim)
+        transaction = working_transactions.WorkingTransaction(holder, LEDGER, work(), answer.claim)
         assert transaction.begin() is None
         assert LEDGER.settle(holder, work(), answer.claim, "done")  # and no COMMIT yet
         database.rows("select 1 from pglock.job_runs")

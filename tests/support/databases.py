@@ -12,6 +12,7 @@ import pytest
 from psycopg import sql
 from psycopg.rows import TupleRow
 
+from tests.support.kept import KeptConnection
 from tests.support.servers import TestedPostgres
 
 SCHEMA = "pglock"
@@ -28,6 +29,7 @@ class Database:
     def __init__(self, name: str, url: str) -> None:
         self.name = name
         self.url = url
+        self._kept: KeptConnection | None = None
         self._connections: list[psycopg.Connection[TupleRow]] = []
 
     def connect(self, **parameters: Any) -> psycopg.Connection[TupleRow]:
@@ -45,6 +47,21 @@ class Database:
         with psycopg.connect(self.url, autocommit=True) as connection:
             cursor = connection.execute(query.encode(), parameters or None)
             return cursor.fetchall() if cursor.description else []
+
+    def ask(self, query: str, *parameters: object) -> list[TupleRow]:
+        """Run a statement as `rows` does, within `kept` on one connection: for who asks often."""
+        ask = self.rows if self._kept is None else self._kept.rows
+        return ask(query, *parameters)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep a connection for `ask` for the length of a block."""
+        self._kept = KeptConnection(self.url)
+        try:
+            yield
+        finally:
+            self._kept.close()
+            self._kept = None
 
     def close(self) -> None:
         """Close the connections that `connect` opened."""
@@ -92,7 +109,8 @@ def _database(server: TestedPostgres, *, template: str) -> Iterator[Database]:
         admin.execute(create.format(sql.Identifier(name), sql.Identifier(template)))
     database = Database(name, server.url(name))
     try:
-        yield database
+        with database.kept():
+            yield database
     finally:
         database.close()
         # A connection of its own: the one above would be idle for as long as the test runs.
