@@ -100,7 +100,7 @@ class Reader:
 
     def _stop(self) -> None:
         for name in ("fifth", "third", "second"):
-            self._terminals[name].interrupt(PATIENCE)
+            self._terminals[name].interrupt(3 * PATIENCE)  # a run is let end
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ OPTIONAL: Final = (
     "celery_pglock.contrib.",
     "celery_pglock.demo",
     "celery_pglock.metrics",
-    "celery_pglock.page.",
+    "celery_pglock.page",
     "celery_pglock.testing",
 )
 IMPORT_ALL: Final = f"""

@@ -268,6 +268,7 @@ def compare(
     return tally
 
 
+@pytest.mark.xfail(not FROM_5_7, reason="before 5.7 Celery's own rule is another", strict=False)
 @pytest.mark.timeout(1800 if EVERYTHING else 120)
 @pytest.mark.parametrize("zone", YEARS)
 def test_a_year_agrees_with_celery_but_where_the_rule_says_otherwise(
@@ -304,6 +305,7 @@ class Late:
         return None if due is None else due + MINUTE
 
 
+@pytest.mark.xfail(not FROM_5_7, reason="before 5.7 Celery's own rule is another", strict=False)
 @pytest.mark.parametrize(
     ("zone", "spec", "wrong"),
     [

@@ -224,7 +224,8 @@ def test_a_misspelt_option_of_a_base_class_is_refused_too() -> None:
 
 
 def test_the_options_of_another_package_s_task_class_are_left_to_it() -> None:
-    class Other(celery.Task[..., Any]):
+    # Celery's own classes take no type arguments in 5.5.0.
+    class Other(celery.Task):  # type: ignore[type-arg]
         abstract = True
         lock_expiry = None
         lock_waits = 3
