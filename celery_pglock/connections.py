@@ -92,8 +92,20 @@ def describe_open(connection: psycopg.Connection[Any]) -> str:
     return describe({"host": info.host, "port": info.port, "dbname": info.dbname})
 
 
-def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Connection[Any]:
+def connect(
+    target: Target,
+    *,
+    application: str,
+    factory: type[psycopg.Connection[Any]] = psycopg.Connection,
+    **overrides: Any,
+) -> psycopg.Connection[Any]:
     """Open an autocommit connection with bounded waiting; for commands and migrations.
+
+    Args:
+        target: where.
+        application: its ``application_name``.
+        factory: the class of the connection.
+        **overrides: parameters that stand above those of the connection string.
 
     Raises:
         ConfigurationError: the target is no connection string.
@@ -111,7 +123,7 @@ def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Co
         **overrides,
     }
     try:
-        return psycopg.connect(autocommit=True, **wanted)
+        return factory.connect(autocommit=True, **wanted)
     except psycopg.Error as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise errors.DatabaseUnavailable(describe(given), reason) from None

@@ -117,17 +117,7 @@ class Reruns:
         with self._connection.transaction():
             row = self._read(_LOCK_ROW, job, period)
             found = self._recorded(job, period, row)
-            if found.status == "running" and (row["held"] or row["just_claimed"]):
-                reason = f"it is being run since {row['started_at']}"
-                raise errors.RerunRefused(job, period, reason)
-            needs_force = found.status not in (*_SETTLED, "running")
-            if needs_force and not force:
-                why = (
-                    f"it was done at {row['finished_at']}"
-                    if found.status == "done"
-                    else f"it is {found.status}, so its message may still be on its way"
-                )
-                raise errors.RerunRefused(job, period, f"{why}; add --force to run it all the same")
+            needs_force = self._refuse(found, force=force)
             was = found.status if row["reason"] is None else f"{found.status}: {row['reason']}"
             self._connection.execute(
                 statements.statement(_OPEN, self._schema),
@@ -140,6 +130,31 @@ class Reruns:
                 },
             )
         return found
+
+    def examine(self, job: str, period: str, *, force: bool = False) -> tuple[Recorded, bool]:
+        """Return the row that ``reopen`` would open, and whether it needs ``force``; open nothing.
+
+        Raises:
+            RerunRefused: as ``reopen`` does.
+        """
+        found = self.find(job, period)
+        return found, self._refuse(found, force=force)
+
+    def _refuse(self, found: Recorded, *, force: bool) -> bool:
+        row = found.columns
+        if found.status == "running" and (row["held"] or row["just_claimed"]):
+            reason = f"it is being run since {row['started_at']}"
+            raise errors.RerunRefused(found.job, found.period, reason)
+        needs_force = found.status not in (*_SETTLED, "running")
+        if needs_force and not force:
+            why = (
+                f"it was done at {row['finished_at']}"
+                if found.status == "done"
+                else f"it is {found.status}, so its message may still be on its way"
+            )
+            reason = f"{why}; add --force to run it all the same"
+            raise errors.RerunRefused(found.job, found.period, reason)
+        return needs_force
 
     def restore(self, found: Recorded, task_id: uuid.UUID) -> None:
         """Undo ``reopen``, because its message could not be sent, unless it has been run."""

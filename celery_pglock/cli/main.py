@@ -13,6 +13,7 @@ from celery_pglock import errors, settings
 from celery_pglock.cli import (
     doctor,
     entries,
+    groups,
     locks,
     migrate,
     pause,
@@ -37,7 +38,7 @@ class _Ended(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
-class _Group(click.Group):
+class _Group(groups.Group):
     """Ends every command that raises one of our errors with a sentence and an exit code."""
 
     @override

@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import click
 
-from celery_pglock import connections, errors, schema, sessions, stacks
+from celery_pglock import connections, errors, schema, sessions, settings, stacks
+from celery_pglock.cli import documents, progress, switches, terminal
+
+_FAILED = 1
 
 
 @click.command(name="migrate")
 @click.option("--sql", is_flag=True, help="Print the SQL of all steps and change nothing.")
 @click.option("--check", is_flag=True, help="Change nothing; exit 1 when something is missing.")
+@switches.verbose
+@switches.as_json
 @click.pass_context
-def command(ctx: click.Context, *, sql: bool, check: bool) -> None:
+def command(ctx: click.Context, *, sql: bool, check: bool, verbose: bool, as_json: bool) -> None:
     """Create or update the tables of the ledger.
 
     May be run as often as one likes, and on many machines at once.
     """
     config = ctx.obj.settings
+    if sql + check + (sql and as_json) > 1:
+        msg = "--sql prints SQL alone: give it without --check and without --json"
+        raise click.UsageError(msg)
     if sql:
         click.echo(schema.script(config.schema))
-        return
+    elif check:
+        _check(ctx, config, as_json=as_json)
+    else:
+        _migrate(config, verbose=verbose, as_json=as_json)
+
+
+def _check(ctx: click.Context, config: settings.Settings, *, as_json: bool) -> None:
+    fault = None
+    try:
+        schema.verify(config.target(), config.schema)
+    except errors.SchemaError as error:
+        if not as_json:
+            raise
+        fault = str(error)
+    if as_json:
+        documents.write({**_document(config, []), "fault": fault}, config.zone)
+        ctx.exit(0 if fault is None else _FAILED)
+    _say_up_to_date(config)
+
+
+def _migrate(config: settings.Settings, *, verbose: bool, as_json: bool) -> None:
     target = config.target()
-    if check:
-        schema.verify(target, config.schema)
-        click.echo(f'schema "{config.schema}" is up to date')
+    with progress.shown(verbose=verbose) as tell:
+        applied = schema.migrate(
+            target, config.schema, begun=lambda step: tell(f"applying {step.name}")
+        )
+    if as_json:
+        documents.write({**_document(config, applied), "pooler": _pooler(target)}, config.zone)
         return
-    applied = schema.migrate(target, config.schema)
     for name in applied:
-        click.echo(f"applied {name}")
-    click.echo(f'schema "{config.schema}" is up to date')
+        terminal.say(f"applied {name}")
+    _say_up_to_date(config)
     if applied:
         click.echo(
             "\nA role that only runs workers and beats needs:\n" + schema.grants(config.schema)
         )
-    _say_pooler(target)
+    if _pooler(target) == "session":
+        terminal.say("The database is behind a pooler in session mode: locks hold.")
 
 
-def _say_pooler(target: connections.Target) -> None:
+def _say_up_to_date(config: settings.Settings) -> None:
+    terminal.say(f'schema "{config.schema}" is up to date')
+
+
+def _document(config: settings.Settings, applied: list[str]) -> dict[str, object]:
+    return {
+        "schema": config.schema,
+        "applied": applied,
+        "fault": None,
+        "pooler": None,
+        "grants": schema.grants(config.schema).splitlines(),
+    }
+
+
+def _pooler(target: connections.Target) -> Literal["session", "transaction"] | None:
+    """Return what stands before the server; of one that spoils session locks, warn."""
     plan = sessions.Plan(target=target, level="session", application="pglock:migrate")
     try:
         session = stacks.open_session(plan)
     except errors.TransactionPooler as error:
         click.echo(f"Warning: {error}.", err=True)
-        return
-    if session.pooled:
-        click.echo("The database is behind a pooler in session mode: locks hold.")
+        return "transaction"
+    pooled = session.pooled
     session.close()
+    return "session" if pooled else None
