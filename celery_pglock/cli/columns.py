@@ -38,11 +38,6 @@ class Column:
     rank: int = 0
 
 
-def plain(text: str) -> Line:
-    """Return a line that is nothing but text."""
-    return ((text, ""),)
-
-
 def printable(text: str) -> str:
     """Return a text with what would move a terminal's cursor written out."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -60,6 +55,12 @@ def cut(text: str, width: int) -> str:
         return text
     end = _beginning(text[::-1], width // 2)[::-1]
     return f"{_beginning(text, width - 1 - cells(end))}{ELLIPSIS}{end}"
+
+
+def wrapped(text: str, width: int | None) -> Iterator[Line]:
+    """Yield the lines of a text."""
+    for line in _wrapped(text, width, 0):
+        yield ((line, ""),)
 
 
 def hanging(

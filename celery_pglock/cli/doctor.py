@@ -62,11 +62,12 @@ def _lines(examined: examination.Examined, width: int | None) -> Iterator[column
         yield from beside("not made", ", ".join(checks), f"because {because}", kind="warning")
     if not made.findings:
         made_checks = _number(len(made.made), "check")
-        yield columns.plain(f"all is well: {made_checks} made, nothing found")
+        yield from columns.wrapped(f"all is well: {made_checks} made, nothing found", width)
         return
     errors = sum(finding.severity == "error" for finding in made.findings)
     found = f"{_number(errors, 'error')}, {_number(len(made.findings) - errors, 'warning')}"
-    yield columns.plain(f"{found}; each code is explained in the documentation, Troubleshoot")
+    told = f"{found}; each code is explained in the documentation, Troubleshoot"
+    yield from columns.wrapped(told, width)
 
 
 def _by_cause(not_made: Iterable[findings.NotMade]) -> dict[str, list[str]]:

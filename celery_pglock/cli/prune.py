@@ -67,13 +67,11 @@ def _walked(
         keep=config.retention or 0.0,
         dry=dry,
     )
-    seen = 0
     with progress.shown(verbose=verbose) as tell:
         while not walk.ended:
             walk.step()
-            seen += retention.BATCH
             verb = "to be deleted" if dry else "deleted"
-            tell(f"{seen} runs looked at, {walk.removed} {verb}")
+            tell(f"{walk.seen} runs looked at, {walk.removed} {verb}")
     return walk.removed
 
 

@@ -24,7 +24,7 @@ from celery_pglock.cli import (
 _STATUSES: Final = ("sent", "running", "retrying", "done", "failed", "skipped", "missed")
 _SHOWN: Final = (
     columns.Column("job", least=16),
-    columns.Column("period", least=20),
+    columns.Column("period"),
     columns.Column("status"),
     columns.Column("attempts", rank=3),
     columns.Column("started_at", rank=1),

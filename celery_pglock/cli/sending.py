@@ -12,6 +12,8 @@ import celery.beat
 
 from celery_pglock import definitions, entry_rows, publishing
 
+#: Seconds for each thing that is said to the broker.
+PATIENCE: Final = 10.0
 # Whoever sends it by hand wants it now, and once.
 _NOT_TAKEN_OVER: Final = ("task_id", "retry", "expires", "countdown", "eta", "headers")
 
@@ -33,15 +35,29 @@ class Message:
     options: dict[str, Any]
 
     def send(self, app: Any, task_id: uuid.UUID, headers: Mapping[str, Any]) -> None:
-        """Hand it to the broker.
+        """Hand it to the broker, as a leader does: in a bounded time, and sure that it arrived.
 
         Raises:
             Exception: whatever the transport or the serializer raises.
         """
+        publisher = publishing.Publisher(app, PATIENCE)
+        batch = publisher.batch()
+        try:
+            with batch:
+                batch.begin()
+                self._send(app, task_id, headers, publisher.producer())
+                batch.hand_over()
+        finally:
+            publisher.forget()
+
+    def _send(
+        self, app: Any, task_id: uuid.UUID, headers: Mapping[str, Any], producer: Any
+    ) -> None:
         given = {
             **self.options,
             "task_id": str(task_id),
             "retry": False,
+            "producer": producer,
             "headers": {**(self.options.get("headers") or {}), **headers},
         }
         # As a beat does: what a registered task says of its queue, its serializer and its

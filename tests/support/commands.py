@@ -13,7 +13,7 @@ import struct
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import resources
 from typing import IO, Any, Final
 from unittest import mock
@@ -85,6 +85,7 @@ def on_terminal(
     columns: int = COLUMNS,
     typed: str | None = None,
     colours: bool = False,
+    keep: Collection[str] = (),
 ) -> Ended:
     """Run `celery -A … pglock …` in this process, on a terminal.
 
@@ -94,11 +95,13 @@ def on_terminal(
         columns: How wide the terminal is.
         typed: What somebody types into it; None: standard input is no terminal.
         colours: Whether it has colours; else `NO_COLOR` says that none are wanted.
+        keep: `COLUMNS`, if it is to count here too.
     """
     environment = {"TERM": "xterm-256color", "NO_COLOR": "" if colours else "1"}
     context = CLIContext(app, no_color=False, workdir=None)
     with _Terminal(columns) as terminal, mock.patch.dict(os.environ, environment):
-        os.environ.pop("COLUMNS", None)
+        for name in {"COLUMNS"} - {*keep}:
+            os.environ.pop(name, None)
         with terminal.instead(typed):
             try:
                 cli.pglock.main([*arguments], prog_name="celery pglock", obj=context)
