@@ -49,6 +49,28 @@ def parameters(target: Target) -> dict[str, Any]:
     return found
 
 
+def resolved(target: Target) -> str:
+    """Return the connection string, of a function what it returns now.
+
+    Raises:
+        ConfigurationError: the function raised something.
+    """
+    if not callable(target):
+        return target
+    try:
+        return target()
+    except errors.PGLockError:
+        # Of an alias of DATABASES: it names what is wrong.
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the user's own function
+        # Its own sentence may hold what it was about to return.
+        msg = (
+            f"the function that pglock_database_url is raised {type(error).__name__}; have it "
+            f"return a connection string"
+        )
+        raise errors.ConfigurationError(msg) from None
+
+
 def _parsed(text: str) -> dict[str, Any]:
     if not text.strip():
         # libpq would connect to whatever the environment or a default says.

@@ -56,8 +56,8 @@ def _lines(examined: examination.Examined, width: int | None) -> Iterator[column
         where = examined.database or "a database that was not reached"
         yield from beside("namespace", f"{examined.namespace} in {where}")
     for finding in sorted(made.findings, key=lambda finding: finding.severity):
-        told = (finding.code, finding.reason, f"remedy: {finding.remedy}")
-        yield from beside(finding.severity, *told, kind=finding.severity)
+        texts = (finding.code, finding.reason, f"remedy: {finding.remedy}")
+        yield from beside(finding.severity, *texts, kind=finding.severity)
     for because, checks in _by_cause(made.not_made).items():
         yield from beside("not made", ", ".join(checks), f"because {because}", kind="warning")
     if not made.findings:

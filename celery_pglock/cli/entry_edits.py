@@ -100,10 +100,9 @@ def add(
             "dry_run": dry_run,
         }
         documents.write(document, config.zone)
-    elif dry_run:
-        terminal.say(f"{entry} would be kept: {schedule}")
-    else:
-        terminal.say(f"{entry} is kept, edit {revision}: {schedule}")
+        return
+    kept = "would be kept" if dry_run else f"is kept, edit {revision}"
+    terminal.say(f"{entry} {kept}: {schedule}")
     if configured:
         click.echo("it does not count, because the configuration has that name too", err=True)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import click
 
 from celery_pglock import connections, errors, schema, sessions, settings, stacks
-from celery_pglock.cli import documents, progress, switches, terminal
+from celery_pglock.cli import documents, progress, session, switches, terminal
 
 _FAILED = 1
 
@@ -38,7 +36,7 @@ def command(ctx: click.Context, *, sql: bool, check: bool, verbose: bool, as_jso
 def _check(ctx: click.Context, config: settings.Settings, *, as_json: bool) -> None:
     fault = None
     try:
-        schema.verify(config.target(), config.schema)
+        schema.verify(session.target(config), config.schema)
     except errors.SchemaError as error:
         if not as_json:
             raise
@@ -50,13 +48,16 @@ def _check(ctx: click.Context, config: settings.Settings, *, as_json: bool) -> N
 
 
 def _migrate(config: settings.Settings, *, verbose: bool, as_json: bool) -> None:
-    target = config.target()
+    target = session.target(config)
     with progress.shown(verbose=verbose) as tell:
         applied = schema.migrate(
             target, config.schema, begun=lambda step: tell(f"applying {step.name}")
         )
     if as_json:
-        documents.write({**_document(config, applied), "pooler": _pooler(target)}, config.zone)
+        found = _pooler(target)
+        mode = "transaction" if isinstance(found, errors.TransactionPooler) else "session"
+        document = {**_document(config, applied), "pooler": mode if found else None}
+        documents.write(document, config.zone)
         return
     for name in applied:
         terminal.say(f"applied {name}")
@@ -65,7 +66,10 @@ def _migrate(config: settings.Settings, *, verbose: bool, as_json: bool) -> None
         click.echo(
             "\nA role that only runs workers and beats needs:\n" + schema.grants(config.schema)
         )
-    if _pooler(target) == "session":
+    pooler = _pooler(target)
+    if isinstance(pooler, errors.TransactionPooler):
+        click.echo(f"Warning: {pooler}.", err=True)
+    elif pooler:
         terminal.say("The database is behind a pooler in session mode: locks hold.")
 
 
@@ -83,14 +87,12 @@ def _document(config: settings.Settings, applied: list[str]) -> dict[str, object
     }
 
 
-def _pooler(target: connections.Target) -> Literal["session", "transaction"] | None:
-    """Return what stands before the server; of one that spoils session locks, warn."""
+def _pooler(target: connections.Target) -> errors.TransactionPooler | bool:
+    """Return whether a pooler stands before the server; what is to be said of one that spoils locks."""
     plan = sessions.Plan(target=target, level="session", application="pglock:migrate")
     try:
-        session = stacks.open_session(plan)
+        opened = stacks.open_session(plan)
     except errors.TransactionPooler as error:
-        click.echo(f"Warning: {error}.", err=True)
-        return "transaction"
-    pooled = session.pooled
-    session.close()
-    return "session" if pooled else None
+        return error
+    opened.close()
+    return opened.pooled

@@ -21,7 +21,8 @@ from celery_pglock.cli import (
     terminal,
 )
 
-_STATUSES: Final = ("sent", "running", "retrying", "done", "failed", "skipped", "missed")
+_OPEN: Final = ("sent", "running", "retrying")
+_SETTLED: Final = ("done", "failed", "skipped", "missed")
 _SHOWN: Final = (
     columns.Column("job", least=16),
     columns.Column("period"),
@@ -41,7 +42,10 @@ _SHOWN: Final = (
     help="Only this job, with or without its namespace.",
 )
 @click.option(
-    "--status", type=click.Choice(_STATUSES), multiple=True, help="Only these; may be repeated."
+    "--status",
+    type=click.Choice((*_OPEN, *_SETTLED)),
+    multiple=True,
+    help="Only these; may be repeated.",
 )
 @click.option(
     "--since",
@@ -69,7 +73,7 @@ def command(
     full = _full(config, job)
     with session.connected(config, "runs") as connection:
         rows = _read(connection, _query(config, full, status, _bound(since, zone), limit))
-        hint = _hint(connection, config, full) if full and not rows else ""
+        hint = _hint(connection, config, full) if full and not rows and not as_json else ""
     if as_json:
         documents.write(rows, zone)
     elif rows:
@@ -97,19 +101,28 @@ def _query(
     config: settings.Settings, job: str | None, status: Sequence[str], since: Any, limit: int
 ) -> sa.Select[Any]:
     runs = tables.job_runs(sa.MetaData(), config.schema)
-    newest = sa.func.coalesce(runs.c.started_at, runs.c.finished_at, runs.c.sent_at)
-    query = sa.select(runs).order_by(newest.desc().nulls_last(), runs.c.period.desc()).limit(limit)
     # Two applications in one database are not shown each other's runs.
-    query = query.where(runs.c.job.startswith(f"{config.namespace}:", autoescape=True))
+    wanted = [runs.c.job.startswith(f"{config.namespace}:", autoescape=True)]
     if job is not None:
-        query = query.where(runs.c.job == job)
+        wanted.append(runs.c.job == job)
     if status:
-        query = query.where(runs.c.status.in_(status))
+        wanted.append(runs.c.status.in_(status))
+    # What is settled is found by its end, the newest first, and what is not is little: each has
+    # its index, however long the history is.
+    settled = runs.c.status.in_(_SETTLED)
+    ended = sa.select(runs).where(settled, runs.c.finished_at.is_not(None), *wanted)
+    ended = ended.order_by(runs.c.finished_at.desc()).limit(limit)
+    endless = sa.select(runs).where(settled, runs.c.finished_at.is_(None), *wanted).limit(limit)
+    open_ones = sa.select(runs).where(runs.c.status.in_(_OPEN), *wanted)
     if since is not None:
-        query = query.where(
-            sa.func.greatest(runs.c.started_at, runs.c.finished_at, runs.c.sent_at) >= since
-        )
-    return query
+        ended = ended.where(runs.c.finished_at >= since)
+        endless = endless.where(sa.func.greatest(runs.c.sent_at, runs.c.started_at) >= since)
+        open_ones = open_ones.where(sa.func.greatest(runs.c.sent_at, runs.c.started_at) >= since)
+    found = sa.union_all(ended.subquery().select(), endless.subquery().select(), open_ones)
+    latest = found.subquery("latest")
+    newest = sa.func.greatest(latest.c.sent_at, latest.c.started_at, latest.c.finished_at)
+    ordered = (newest.desc().nulls_last(), latest.c.period.desc())
+    return sa.select(latest).order_by(*ordered).limit(limit)
 
 
 def _read(connection: Any, query: sa.Select[Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ import pytest
 from celery.schedules import crontab
 from psycopg import sql
 
-from celery_pglock import LockedTask, cli, elections, keys
+from celery_pglock import LockedTask, cli, elections, keys, patience
 from celery_pglock.cli import sending, session
 from celery_pglock.demo.servers import PostgresServer
 from tests.acceptance.test_bad_input import SECRET, url_for
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 NAMESPACE: Final = "proj"
 QUEUE: Final = "pglock-commands"
-READING: Final = (
+READING: Final[tuple[tuple[str, ...], ...]] = (
     ("status",),
     ("runs",),
     ("runs", "--job", "nightly", "--since", "2h"),
     ("entries",),
 )
-WRITING: Final = (
+WRITING: Final[tuple[tuple[str, ...], ...]] = (
     ("pause", "nightly"),
     ("resume", "nightly"),
     ("trigger", "nightly"),
@@ -78,25 +78,10 @@ def application(url: str, broker: str = "memory://", **settings: Any) -> celery.
 
 
 @pytest.fixture(scope="module")
-def blank(request: pytest.FixtureRequest) -> Iterator[Database]:
-    """An empty database, which no test here changes."""
-    yield from _module_database(request, "template1")
-
-
-@pytest.fixture(scope="module")
-def fixed(request: pytest.FixtureRequest) -> Iterator[Database]:
+def fixed(read_database: Database) -> Database:
     """A database with an entry and a run, which no test here changes."""
-    for database in _module_database(request, request.getfixturevalue("template_database")):
-        fill(database)
-        yield database
-
-
-def _module_database(request: pytest.FixtureRequest, template: str) -> Iterator[Database]:
-    from tests.support import databases
-
-    server = request.getfixturevalue("postgres_server")
-    with databases._database(server, template=template) as database:  # noqa: SLF001
-        yield database
+    fill(read_database)
+    return read_database
 
 
 @contextlib.contextmanager
@@ -151,7 +136,7 @@ def whole(database: Database) -> Any:
     )
 
 
-def each(commands: tuple[tuple[str, ...], ...]) -> Any:
+def each(commands: tuple[tuple[str, ...], ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("command", commands, ids=" ".join)
 
 
@@ -167,16 +152,16 @@ def refused(ended: Ended, sentence: str, code: int) -> None:
 @each(TABLES)
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
 def test_without_tables_it_says_what_makes_them(
-    blank: Database, command: tuple[str, ...], more: tuple[str, ...]
+    read_blank_database: Database, command: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     sentence = "has no tables of celery-pglock in database "
-    ended = pglock(application(blank.url), *command, *more)
+    ended = pglock(application(read_blank_database.url), *command, *more)
     refused(ended, sentence, 1)
     assert ended.output.endswith("; run: celery -A <your app> pglock migrate\n")
 
 
-def test_without_tables_migrate_can_tell_and_locks_can_show(blank: Database) -> None:
-    app = application(blank.url)
+def test_without_tables_migrate_can_tell_and_locks_can_show(read_blank_database: Database) -> None:
+    app = application(read_blank_database.url)
     refused(pglock(app, "migrate", "--check"), "has no tables of celery-pglock", 1)
     code, found = told(app, "migrate", "--check")
     assert (code, found["applied"]) == (1, [])
@@ -200,7 +185,7 @@ def test_with_the_right_to_read_alone_what_writes_is_refused(
 ) -> None:
     before = whole(fixed)
     grants = ("USAGE ON SCHEMA pglock", "SELECT ON ALL TABLES IN SCHEMA pglock")
-    with role_of(fixed, *(f"{grant}" for grant in grants)) as url:
+    with role_of(fixed, *grants) as url:
         ended = pglock(application(url), *command)
     refused(ended, "may not be used by this role (permission denied for table", 1)
     assert whole(fixed) == before
@@ -210,10 +195,10 @@ def test_with_the_right_to_read_alone_what_reads_works(fixed: Database) -> None:
     grants = ("USAGE ON SCHEMA pglock", "SELECT ON ALL TABLES IN SCHEMA pglock")
     with role_of(fixed, *grants) as url:
         app = application(url)
-        for command in READING:
-            assert pglock(app, *command).code == (1 if command == ("status",) else 0)
-        for command in WRITING:
-            assert pglock(app, *command, "--dry-run").code == 0
+        for reading in READING:
+            assert pglock(app, *reading).code == (1 if reading == ("status",) else 0)
+        for writing in WRITING:
+            assert pglock(app, *writing, "--dry-run").code == 0
         assert pglock(app, "migrate").code == 0
 
 
@@ -247,6 +232,19 @@ def test_a_wrong_password_is_told_by_every_command(own_postgres: PostgresServer)
         refused(pglock(app, *command), "password authentication failed for user", 69)
 
 
+@each((("runs",), ("migrate",), ("migrate", "--check"), ("locks",)))
+def test_a_function_for_the_url_that_raises_is_told_without_its_words(
+    command: tuple[str, ...],
+) -> None:
+    def url() -> str:
+        msg = f"postgresql://me:{SECRET}@db/x"
+        raise KeyError(msg)
+
+    app = application("")
+    app.conf.pglock_database_url = url
+    refused(pglock(app, *command), "the function that pglock_database_url is raised KeyError", 2)
+
+
 @contextlib.contextmanager
 def silent_server() -> Iterator[int]:
     """Accept connections and never say a word; give the port."""
@@ -269,7 +267,7 @@ def test_a_statement_that_is_not_answered_is_given_up_and_undone(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has locked the table: what waits is called back, so that it does nothing later."""
-    monkeypatch.setattr(session.Patient, "patience", 1.0)
+    monkeypatch.setattr(patience.Patient, "patience", 1.0)
     fill(database)
     before = whole(database)
     app = application(database.url)
@@ -288,7 +286,7 @@ def test_a_statement_that_is_not_answered_is_given_up_and_undone(
 def test_a_server_that_hangs_is_given_up(
     own_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session.Patient, "patience", 1.0)
+    monkeypatch.setattr(patience.Patient, "patience", 1.0)
     app = application(own_postgres.url())
     assert pglock(app, "migrate").code == 0
     with session.opened(_config(app), "test") as connection:
@@ -379,8 +377,8 @@ def test_a_job_without_runs_is_told_with_the_one_that_was_meant(fixed: Database)
 # --- all is as it should be ------------------------------------------------------------------------
 
 
-def test_on_tables_without_rows(read_database: Database) -> None:
-    app = application(read_database.url, beat_schedule={})
+def test_on_tables_without_rows(database: Database) -> None:
+    app = application(database.url, beat_schedule={})
     code, found = told(app, "status")
     assert (code, found["leader"], found["next"], found["skips"]) == (1, None, [], [])
     assert told(app, "runs") == (0, [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any, Final
 
 import celery
@@ -24,27 +23,22 @@ SHOWING: Final = (("runs",), ("entries",), ("status",), ("locks", "--all"), ("do
 
 
 @pytest.fixture(scope="module")
-def long_named(request: pytest.FixtureRequest) -> Iterator[Database]:
+def long_named(read_database: Database) -> Database:
     """A database with long names in it, which no test here changes."""
-    from tests.support import databases
-
-    server = request.getfixturevalue("postgres_server")
-    template = request.getfixturevalue("template_database")
-    with databases._database(server, template=template) as database:  # noqa: SLF001
-        database.rows(
-            "insert into pglock.job_runs (job, period, status, task, node, attempts, started_at,"
-            " finished_at, reason) values (%s, '2026-11-30T03:00:00.000000+00:00', 'skipped', %s,"
-            " %s, 0, now(), now(), %s)",
-            f"{NAMESPACE}:{LONG}", f"proj.{LONG}", f"worker@{'host.' * 12}example.org:4711",
-            f'lock "{LONG}" is held by another run',
-        )  # fmt: skip
-        database.rows(
-            "insert into pglock.beat_entries (namespace, entry, task, schedule, anchor, next_due_at)"
-            " values ('proj', %s, %s, 'crontab 0 4 * * *', now(), '2026-12-01 03:00Z')",
-            LONG,
-            f"proj.{LONG}",
-        )
-        yield database
+    read_database.rows(
+        "insert into pglock.job_runs (job, period, status, task, node, attempts, started_at,"
+        " finished_at, reason) values (%s, '2026-11-30T03:00:00.000000+00:00', 'skipped', %s,"
+        " %s, 0, now(), now(), %s)",
+        f"{NAMESPACE}:{LONG}", f"proj.{LONG}", f"worker@{'host.' * 12}example.org:4711",
+        f'lock "{LONG}" is held by another run',
+    )  # fmt: skip
+    read_database.rows(
+        "insert into pglock.beat_entries (namespace, entry, task, schedule, anchor, next_due_at)"
+        " values ('proj', %s, %s, 'crontab 0 4 * * *', now(), '2026-12-01 03:00Z')",
+        LONG,
+        f"proj.{LONG}",
+    )
+    return read_database
 
 
 def long_named_application(database: Database) -> celery.Celery:

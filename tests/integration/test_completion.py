@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import celery
 import pytest
@@ -26,18 +26,13 @@ ENTRIES = ["hourly", "kept", "nightly"]
 
 
 @pytest.fixture(scope="module")
-def fixed(request: pytest.FixtureRequest) -> Iterator[Database]:
+def fixed(read_database: Database) -> Database:
     """A database with entries and runs, which no test here changes."""
-    from tests.support import databases
-
-    server = request.getfixturevalue("postgres_server")
-    template = request.getfixturevalue("template_database")
-    with databases._database(server, template=template) as database:  # noqa: SLF001
-        fill(database)
-        database.rows(
-            "update pglock.beat_entries set paused_until = '9999-01-01Z' where entry = 'hourly'"
-        )
-        yield database
+    fill(read_database)
+    read_database.rows(
+        "update pglock.beat_entries set paused_until = '9999-01-01Z' where entry = 'hourly'"
+    )
+    return read_database
 
 
 def offered(app: celery.Celery | str, *words: str) -> list[str]:
@@ -107,15 +102,19 @@ def test_without_a_database_the_configuration_is_offered_in_time() -> None:
 
 @pytest.mark.parametrize("fault", ["refused", "no tables", "no url", "misspelt", "no application"])
 def test_what_is_not_to_be_had_is_not_offered(
-    fixed: Database, blank_database: Database, fault: str, capfd: pytest.CaptureFixture[str]
+    read_blank_database: Database, fault: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    app: celery.Celery | str = {
-        "refused": lambda: application(url_for(fixed.url, host="127.0.0.1", port="1")),
-        "no tables": lambda: application(blank_database.url),
-        "no url": lambda: application(fixed.url, pglock_database_url=None),
-        "misspelt": lambda: application(fixed.url, pglock_databse_url="x"),
-        "no application": lambda: "nosuch.module",
-    }[fault]()
+    url = read_blank_database.url
+    settings: dict[str, dict[str, Any]] = {
+        "refused": {"pglock_database_url": url_for(url, host="127.0.0.1", port="1")},
+        "no url": {"pglock_database_url": None},
+        "misspelt": {"pglock_databse_url": url},
+    }
+    app = (
+        "nosuch.module"
+        if fault == "no application"
+        else application(url, **settings.get(fault, {}))
+    )
     for words in (("resume", ""), ("rerun", "nightly", ""), ("entries", "remove", "")):
         assert offered(app, *words) == []
     assert offered(app, "statu") == ["status"]

@@ -20,7 +20,7 @@ from psycopg import sql
 
 from celery_pglock import LockedTask, beat, errors, examination, findings, keys, schema
 from celery_pglock.demo.servers import PostgresServer, children
-from tests.support.commands import on_terminal, pglock, schema_of, told
+from tests.support.commands import on_terminal, schema_of, told
 from tests.support.databases import Database
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import REPOSITORY, eventually

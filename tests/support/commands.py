@@ -15,7 +15,7 @@ import termios
 import threading
 from collections.abc import Collection, Iterator
 from importlib import resources
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 from unittest import mock
 
 import celery
@@ -107,8 +107,6 @@ def on_terminal(
                 cli.pglock.main([*arguments], prog_name="celery pglock", obj=context)
             except SystemExit as ended:
                 code = int(ended.code or 0)
-            else:
-                code = 0
     return Ended(code, terminal.shown())
 
 
@@ -122,7 +120,7 @@ class _Terminal:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def __enter__(self) -> _Terminal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
