@@ -81,9 +81,17 @@ class Reruns:
         connection: of a role that may update the ledger.
         schema: where the tables are.
         namespace: of the application.
+        zone: in which moments are told.
     """
 
-    def __init__(self, connection: psycopg.Connection[Any], schema: str, namespace: str) -> None:
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        schema: str,
+        namespace: str,
+        zone: dt.tzinfo = dt.UTC,
+    ) -> None:
+        self._zone = zone
         self._connection = connection
         self._schema = schema
         self._namespace = namespace
@@ -143,18 +151,23 @@ class Reruns:
     def _refuse(self, found: Recorded, *, force: bool) -> bool:
         row = found.columns
         if found.status == "running" and (row["held"] or row["just_claimed"]):
-            reason = f"it is being run since {row['started_at']}"
+            reason = f"it is being run since {self._told(row['started_at'])}"
             raise errors.RerunRefused(found.job, found.period, reason)
         needs_force = found.status not in (*_SETTLED, "running")
         if needs_force and not force:
             why = (
-                f"it was done at {row['finished_at']}"
+                f"it was done at {self._told(row['finished_at'])}"
                 if found.status == "done"
                 else f"it is {found.status}, so its message may still be on its way"
             )
             reason = f"{why}; add --force to run it all the same"
             raise errors.RerunRefused(found.job, found.period, reason)
         return needs_force
+
+    def _told(self, moment: dt.datetime | None) -> str:
+        if moment is None:
+            return "a time that nobody has recorded"
+        return moment.astimezone(self._zone).isoformat(sep=" ", timespec="seconds")
 
     def restore(self, found: Recorded, task_id: uuid.UUID) -> None:
         """Undo ``reopen``, because its message could not be sent, unless it has been run."""

@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from celery_pglock.cli import terminal
+from celery_pglock.cli import columns, terminal
 
 
 def needed(*, yes: bool) -> bool:
@@ -24,5 +24,5 @@ def ask(question: str) -> None:
     Raises:
         ClickException: the answer is no.
     """
-    if not click.confirm(f"{question}; go on?", err=True):
+    if not click.confirm(f"{columns.printable(question)}; go on?", err=True):
         raise click.ClickException("nothing was changed")

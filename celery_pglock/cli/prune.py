@@ -71,7 +71,7 @@ def _walked(
         while not walk.ended:
             walk.step()
             verb = "to be deleted" if dry else "deleted"
-            tell(f"{walk.seen} runs looked at, {walk.removed} {verb}")
+            tell(f"looked at {walk.seen}, {walk.removed} {verb}")
     return walk.removed
 
 

@@ -66,7 +66,7 @@ def command(
     full = job if job.startswith(f"{config.namespace}:") else f"{config.namespace}:{job}"
     task_id = uuid.uuid4()
     with session.connected(config, "rerun") as connection:
-        periods = reruns.Reruns(connection, config.schema, config.namespace)
+        periods = reruns.Reruns(connection, config.schema, config.namespace, config.zone)
         rows = entry_rows.EntryRows(connection, config.schema, config.namespace)
         message = _message(app, rows, periods.find(full, period), args, kwargs)
         found, forced = periods.examine(full, period, force=force)

@@ -340,12 +340,16 @@ def test_a_broker_that_accepts_and_says_nothing_is_given_up(
         (("runs", "--limit", "0"), "0 is not in the range x>=1", 2),
         (("pause",), "Missing argument 'ENTRY'", 2),
         (("pause", "nightly", "--for", "2 hours"), "must be a number and a unit", 2),
-        (("pause", "nigthly"), "did you mean 'nightly'?", 2),
-        (("resume", "nigthly", "--dry-run"), "did you mean 'nightly'?", 2),
-        (("trigger", "nigthly"), "did you mean 'nightly'?", 2),
-        (("trigger", "nigthly", "--dry-run"), "did you mean 'nightly'?", 2),
+        (("pause", "nightli"), "did you mean 'nightly'?", 2),
+        (("resume", "nightli", "--dry-run"), "did you mean 'nightly'?", 2),
+        (("trigger", "nightli"), "did you mean 'nightly'?", 2),
+        (("trigger", "nightli", "--dry-run"), "did you mean 'nightly'?", 2),
         (("rerun", "nightly", "2026-11-04"), "no such run is recorded", 1),
-        (("rerun", "nightly", "2026-11-02", "--dry-run"), "add --force to run it all the same", 1),
+        (
+            ("rerun", "nightly", "2026-11-02", "--dry-run"),
+            "+01:00; add --force to run it all the",
+            1,
+        ),
         (("entries", "remove", "kep"), "did you mean 'kept'?", 1),
         (("entries", "remove", "nightly", "--dry-run"), "it is in the configuration", 1),
         (("entries", "add", "kept", "report", "--every", "9", "--dry-run"), "give --replace", 1),
@@ -492,6 +496,19 @@ def test_what_is_tried_out_is_not_done_and_what_is_done_is_told(
     assert {name: dry[name] for name in dry.keys() - changes} == {
         name: done[name] for name in done.keys() - changes
     }
+    app.close()
+
+
+def test_on_rabbitmq_it_is_confirmed_before_it_is_told(
+    database: Database, rabbitmq_url: str, queue_name: str
+) -> None:
+    fill(database)
+    app = application(database.url, rabbitmq_url, task_default_queue=queue_name)
+    for command in (("trigger", "nightly"), ("rerun", "nightly", "2026-11-03")):
+        assert told(app, *command)[0] == 0
+    with app.connection_for_read() as connection:
+        channel: Any = connection.channel()
+        assert channel.queue_declare(queue_name, passive=True).message_count == 2
     app.close()
 
 

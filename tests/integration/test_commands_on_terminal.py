@@ -196,11 +196,12 @@ def test_progress_is_for_who_looks_or_asks(
     assert "looked at" not in pglock(app, *dry).output
     asked = pglock(app, *dry, "--verbose", "--json")
     assert json.loads(asked.stdout)["runs"] == 1
-    assert "2 runs looked at, 1 to be deleted" in asked.output
+    assert "looked at 2, 1 to be deleted" in asked.output
+    assert "looked at 2, 1 to be deleted" in on_terminal(app, *dry, colours=True).output, "by rich"
     for module in ("rich", "rich.console", "rich.theme"):
         monkeypatch.setitem(sys.modules, module, None)
     shown = on_terminal(app, *dry).output
-    assert "\r\x1b[K2 runs looked at, 1 to be deleted\r\x1b[K1 run older" in shown
+    assert "\r\x1b[Klooked at 2, 1 to be deleted\r\x1b[K1 run older" in shown
 
 
 def test_a_migration_tells_the_step_that_it_applies(blank_database: Database) -> None:

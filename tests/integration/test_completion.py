@@ -91,6 +91,7 @@ def test_jobs_are_found_from_one_to_the_next(database: Database) -> None:
 # --- whatever goes wrong ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_database_the_configuration_is_offered_in_time() -> None:
     with silent_server() as port:
         app = application(f"postgresql://me@127.0.0.1:{port}/x?connect_timeout=60")
@@ -117,7 +118,7 @@ def test_what_is_not_to_be_had_is_not_offered(
     )
     for words in (("resume", ""), ("rerun", "nightly", ""), ("entries", "remove", "")):
         assert offered(app, *words) == []
-    assert offered(app, "statu") == ["status"]
+    assert offered(app, "stat") == ["status"]
     assert capfd.readouterr() == ("", "")
 
 
@@ -149,6 +150,7 @@ def words(project: Path) -> list[str]:
     return [str(CELERY), "--workdir", str(project), "-A", "proj", "pglock", "pause"]
 
 
+@pytest.mark.slow
 def test_bash_offers_what_the_celery_command_tells(processes: Processes, project: Path) -> None:
     given = words(project)
     script = IN_BASH.format(celery=CELERY, words=" ".join(given), cword=len(given))
