@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import click
 
-from celery_pglock import connections, settings, tables
+from celery_pglock import connections, settings, table_names
 
 _PATIENCE: Final = 3.0
 _CONNECT: Final = 2
@@ -141,5 +141,7 @@ def _asked(ctx: click.Context, template: str) -> list[str]:
             config.target(), application="pglock completion", connect_timeout=_CONNECT
         )
     ) as connection:
-        rows = connection.execute(tables.statement(template, config.schema), parameters).fetchall()
+        rows = connection.execute(
+            table_names.statement(template, config.schema), parameters
+        ).fetchall()
     return [str(name) for (name,) in rows]

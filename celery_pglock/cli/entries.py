@@ -10,7 +10,7 @@ import celery.beat
 import click
 from psycopg.rows import dict_row
 
-from celery_pglock import definitions, errors, plans, schedules, settings, tables
+from celery_pglock import definitions, errors, plans, schedules, settings, table_names
 from celery_pglock.cli import (
     columns,
     documents,
@@ -74,7 +74,7 @@ def _read(app: Any, config: settings.Settings) -> list[dict[str, Any]]:
         session.connected(config, "entries") as connection,
         connection.cursor(row_factory=dict_row) as cursor,
     ):
-        query = tables.statement(_STATES, config.schema)
+        query = table_names.statement(_STATES, config.schema)
         cursor.execute(query, {"namespace": config.namespace})
         states = {str(row["entry"]): row for row in cursor.fetchall()}
     found = []

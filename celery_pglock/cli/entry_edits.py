@@ -12,6 +12,7 @@ from celery_pglock.cli import (
     completion,
     confirmation,
     documents,
+    names,
     sending,
     session,
     switches,
@@ -126,7 +127,7 @@ def remove(ctx: click.Context, *, entry: str, dry_run: bool, yes: bool, as_json:
         known = [row.entry for row in rows.read()]
     if not there:
         where = " it is in the configuration" if entry in sending.schedule(ctx.obj.app) else ""
-        hint = where or f" {sending.nearest(entry, known)}"
+        hint = where or f" {names.nearest(entry, known)}"
         msg = f"there is no entry {entry!r} in the database;{hint}"
         raise click.ClickException(msg)
     if _wants_json(ctx, as_json=as_json):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import click
 from typing_extensions import override
 
-from celery_pglock.cli import sending
-
 
 class Group(click.Group):
     """Names the nearest command when there is none of that name."""
@@ -18,5 +16,7 @@ class Group(click.Group):
         name = args[0]
         known = self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {name!r}; {sending.nearest(name, known)}")
+            from celery_pglock.cli import names
+
+            ctx.fail(f"No such command {name!r}; {names.nearest(name, known)}")
         return super().resolve_command(ctx, args)

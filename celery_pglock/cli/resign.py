@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 import psycopg
 
-from celery_pglock import elections, entries, settings, tables
+from celery_pglock import elections, entries, settings, table_names
 from celery_pglock.cli import documents, session, switches, terminal
 
 _POLL: Final = 0.1
@@ -85,5 +85,5 @@ def _leader(connection: psycopg.Connection[Any], config: settings.Settings) -> _
         "namespace": config.namespace,
         "application": elections.application("leader", config.namespace),
     }
-    row = connection.execute(tables.statement(_LEADER, config.schema), parameters).fetchone()
+    row = connection.execute(table_names.statement(_LEADER, config.schema), parameters).fetchone()
     return _Leader(node=row[1], term=row[0]) if row is not None and row[2] else None

@@ -9,13 +9,13 @@ from typing import Any, Final
 import click
 import sqlalchemy as sa
 
-from celery_pglock import settings, tables
+from celery_pglock import settings, table_names, tables
 from celery_pglock.cli import (
     columns,
     completion,
     documents,
     moments,
-    sending,
+    names,
     session,
     switches,
     terminal,
@@ -140,12 +140,12 @@ def _hint(connection: Any, config: settings.Settings, job: str) -> str:
     """Return what to say of a job of which nothing was found; nothing, if there is such a job."""
     prefix = f"{config.namespace}:"
     parameters = {"prefix": prefix, "most": 1000}
-    query = tables.statement(completion.JOBS, config.schema)
+    query = table_names.statement(completion.JOBS, config.schema)
     known = [name for (name,) in connection.execute(query, parameters).fetchall()]
     name = job.removeprefix(prefix)
     if name in known or not known:
         return ""
-    return f"no run of job {name!r} is recorded; {sending.nearest(name, known)}"
+    return f"no run of job {name!r} is recorded; {names.nearest(name, known)}"
 
 
 def _row(row: dict[str, Any], zone: dt.tzinfo) -> list[columns.Piece]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import celery.beat
@@ -99,12 +98,6 @@ def of_entry(app: Any, rows: entry_rows.EntryRows, name: str | None) -> Message 
         kwargs={key: _evaluated(value) for key, value in (entry.get("kwargs") or {}).items()},
         options={**kept, "headers": dict(options.get("headers") or {})},
     )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return what to say of a name that is not among those that are known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known[:10]) or 'none'}"
 
 
 def schedule(app: Any) -> Mapping[str, Any]:

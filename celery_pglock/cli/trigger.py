@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from celery_pglock import entries, entry_rows, errors, headers, options, periods, settings
-from celery_pglock.cli import completion, documents, sending, session, switches, terminal
+from celery_pglock.cli import completion, documents, names, sending, session, switches, terminal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ def send(
         rows = entry_rows.EntryRows(connection, config.schema, config.namespace)
         message = sending.of_entry(app, rows, entry)
         if message is None:
-            names = [*sending.schedule(app), *(row.entry for row in rows.read())]
-            hint = sending.nearest(entry, names)
+            there = [*sending.schedule(app), *(row.entry for row in rows.read())]
+            hint = names.nearest(entry, there)
             msg = (
                 f"there is no schedule entry {entry!r} in the configuration, nor in the database; "
                 f"{hint}"

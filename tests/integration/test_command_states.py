@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import celery
+import click
 import psycopg
 import pytest
 from celery.schedules import crontab
@@ -542,8 +543,10 @@ def test_every_command_has_a_schema_and_the_documentation_shows_it() -> None:
         assert f"cli/{name}.schema.json" in page
 
 
-def _names(group: Any, prefix: str = "") -> Iterator[str]:
-    for name, command in group.commands.items():
+def _names(group: click.Group, prefix: str = "") -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
         yield prefix + name
-        if hasattr(command, "commands"):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
             yield from _names(command, f"{prefix}{name}-")
