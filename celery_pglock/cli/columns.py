@@ -8,7 +8,6 @@ Without one, in a pipe or a file, nothing is cut or broken.
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -144,8 +143,15 @@ def _wrapped(text: str, width: int | None, indent: int) -> list[str]:
     if width is None:
         return [told]
     room = max(1, width - indent)
-    told = " ".join(cut(word, room) for word in told.split())
-    return textwrap.wrap(told, room, break_on_hyphens=False) or [""]
+    lines = [""]
+    # Not by textwrap, to which all characters are of one width.
+    for word in (cut(word, room) for word in told.split()):
+        longer = f"{lines[-1]} {word}".lstrip()
+        if cells(longer) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def _beginning(text: str, width: int) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_pglock.cli import columns
@@ -66,6 +66,7 @@ def test_every_line_of_a_table_fits(names: list[str], width: int) -> None:
         assert line.isprintable()
 
 
+@example("00\x1f\x1f\u2e80\U000111f5", 40)  # not all characters are of one width
 @given(NAMES, st.integers(min_value=40, max_value=200))
 def test_every_line_beside_a_label_fits(name: str, width: int) -> None:
     for line in text(columns.hanging("label", 11, f"held by {name}", name, width=width)):
