@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from celery_pglock import connections, patience, schema, settings
+from celery_pglock import connections, errors, patience, schema, settings
 
 
 def target(config: settings.Settings) -> connections.Target:
@@ -28,7 +28,7 @@ def opened(config: settings.Settings, command: str) -> Iterator[psycopg.Connecti
     """Yield a connection in autocommit to a database, whatever is in it.
 
     Raises:
-        DatabaseUnavailable, SchemaError: with the remedy.
+        DatabaseUnavailable, ServerInRecovery, SchemaError: with the remedy.
     """
     connection = connections.connect(
         target(config),
@@ -37,6 +37,9 @@ def opened(config: settings.Settings, command: str) -> Iterator[psycopg.Connecti
     )
     where = connections.describe_open(connection)
     with contextlib.closing(connection), schema.translated(where, config.schema):
+        # A standby knows of no lock that is held, and would say that nobody leads.
+        if connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,):
+            raise errors.ServerInRecovery(where)
         yield connection
 
 
@@ -45,7 +48,7 @@ def connected(config: settings.Settings, command: str) -> Iterator[psycopg.Conne
     """Yield a connection in autocommit to a database that has our tables.
 
     Raises:
-        DatabaseUnavailable, SchemaError: with the remedy.
+        DatabaseUnavailable, ServerInRecovery, SchemaError: with the remedy.
     """
     with opened(config, command) as connection:
         schema.check(connection, config.schema)

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +19,11 @@ import click
 import psycopg
 import pytest
 from celery.schedules import crontab
-from psycopg import sql
 
 from celery_pglock import LockedTask, cli, elections, keys, patience
 from celery_pglock.cli import sending, session
 from celery_pglock.demo.servers import PostgresServer
-from tests.acceptance.test_bad_input import SECRET, url_for
+from tests.acceptance.test_bad_input import SECRET, role_of, url_for
 from tests.support.commands import Ended, on_terminal, pglock, told
 from tests.support.databases import Database
 from tests.support.processes import eventually
@@ -85,20 +83,20 @@ def fixed(read_database: Database) -> Database:
     return read_database
 
 
-@contextlib.contextmanager
-def role_of(database: Database, *grants: str) -> Iterator[str]:
-    """Make a role with these rights alone; give its URL."""
-    name = f"pglock_role_{uuid.uuid4().hex[:12]}"
-    create = sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}")
-    with database.connect() as admin:
-        admin.execute(create.format(sql.Identifier(name), SECRET))
-        for grant in grants:
-            admin.execute(f"GRANT {grant} TO {name}".encode())
-    try:
-        yield url_for(database.url, user=name, password=SECRET)
-    finally:
-        with database.connect() as admin:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+@pytest.fixture(scope="module")
+def of_nobody(fixed: Database) -> Iterator[str]:
+    """The URL of a role without any right."""
+    with role_of(fixed) as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def of_reader(fixed: Database) -> Iterator[str]:
+    """The URL of a role that may read, and nothing else."""
+    with role_of(fixed) as (name, url):
+        fixed.rows(f"GRANT USAGE ON SCHEMA pglock TO {name}")
+        fixed.rows(f"GRANT SELECT ON ALL TABLES IN SCHEMA pglock TO {name}")
+        yield url
 
 
 def fill(database: Database) -> None:
@@ -172,35 +170,30 @@ def test_without_tables_migrate_can_tell_and_locks_can_show(read_blank_database:
 
 @each((*TABLES, ("migrate", "--check")))
 def test_without_any_right_it_says_which_are_needed(
-    fixed: Database, command: tuple[str, ...]
+    of_nobody: str, command: tuple[str, ...]
 ) -> None:
-    with role_of(fixed) as url:
-        ended = pglock(application(url), *command)
+    ended = pglock(application(of_nobody), *command)
     refused(ended, "may not be used by this role (permission denied for schema pglock)", 1)
     assert "run the GRANTs that celery -A <your app> pglock migrate prints" in ended.output
 
 
 @each(WRITING)
 def test_with_the_right_to_read_alone_what_writes_is_refused(
-    fixed: Database, command: tuple[str, ...]
+    fixed: Database, of_reader: str, command: tuple[str, ...]
 ) -> None:
     before = whole(fixed)
-    grants = ("USAGE ON SCHEMA pglock", "SELECT ON ALL TABLES IN SCHEMA pglock")
-    with role_of(fixed, *grants) as url:
-        ended = pglock(application(url), *command)
+    ended = pglock(application(of_reader), *command)
     refused(ended, "may not be used by this role (permission denied for table", 1)
     assert whole(fixed) == before
 
 
-def test_with_the_right_to_read_alone_what_reads_works(fixed: Database) -> None:
-    grants = ("USAGE ON SCHEMA pglock", "SELECT ON ALL TABLES IN SCHEMA pglock")
-    with role_of(fixed, *grants) as url:
-        app = application(url)
-        for reading in READING:
-            assert pglock(app, *reading).code == (1 if reading == ("status",) else 0)
-        for writing in WRITING:
-            assert pglock(app, *writing, "--dry-run").code == 0
-        assert pglock(app, "migrate").code == 0
+def test_with_the_right_to_read_alone_what_reads_works(of_reader: str) -> None:
+    app = application(of_reader)
+    for reading in READING:
+        assert pglock(app, *reading).code == (1 if reading == ("status",) else 0)
+    for writing in WRITING:
+        assert pglock(app, *writing, "--dry-run").code == 0
+    assert pglock(app, "migrate").code == 0
 
 
 # --- there is no database --------------------------------------------------------------------------
@@ -244,6 +237,15 @@ def test_a_function_for_the_url_that_raises_is_told_without_its_words(
     app = application("")
     app.conf.pglock_database_url = url
     refused(pglock(app, *command), "the function that pglock_database_url is raised KeyError", 2)
+
+
+@pytest.mark.slow
+def test_a_standby_is_refused_by_every_command(own_postgres: PostgresServer) -> None:
+    """It knows of no lock that is held, and would say that nobody leads."""
+    with own_postgres.standby() as standby:
+        app = application(standby.url())
+        for command in ALL:
+            refused(pglock(app, *command), "is in recovery (a standby grants", 69)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def test_a_name_that_is_too_long_loses_its_middle(name: str, width: int, expecte
 
 @given(NAMES, st.integers(min_value=4, max_value=100))
 def test_a_name_that_was_cut_fits_and_keeps_its_end(name: str, width: int) -> None:
-    told = columns.printable(name)
+    told = columns.printable(name).replace(columns.ELLIPSIS, "")
     found = columns.cut(told, width)
     assert columns.cells(found) <= width
     if found != told:
