@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import click
 
 from celery_pglock import connections, errors, schema, sessions, settings, stacks
-from celery_pglock.cli import documents, progress, session, switches, terminal
+from celery_pglock.cli import documents, index_builds, progress, session, switches, terminal
 
 _FAILED = 1
 
@@ -49,10 +51,17 @@ def _check(ctx: click.Context, config: settings.Settings, *, as_json: bool) -> N
 
 def _migrate(config: settings.Settings, *, verbose: bool, as_json: bool) -> None:
     target = session.target(config)
-    with progress.shown(verbose=verbose) as tell:
-        applied = schema.migrate(
-            target, config.schema, begun=lambda step: tell(f"applying {step.name}")
-        )
+    with contextlib.ExitStack() as stack:
+        tell = stack.enter_context(progress.shown(verbose=verbose))
+        builds = index_builds.Builds(target, config.schema, tell)
+        if tell is not progress.untold:
+            stack.enter_context(builds.watched())
+
+        def begun(step: schema.Migration) -> None:
+            builds.step = step.name
+            tell(f"applying {step.name}")
+
+        applied = schema.migrate(target, config.schema, begun=begun)
     if as_json:
         found = _pooler(target)
         mode = "transaction" if isinstance(found, errors.TransactionPooler) else "session"

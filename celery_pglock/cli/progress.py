@@ -22,7 +22,7 @@ _ERASE_LINE: Final = "\r\x1b[K"
 def shown(*, verbose: bool) -> Iterator[Tell]:
     """Yield a function that is told how far the work is."""
     if not terminal.is_one(sys.stderr):
-        yield _line_by_line() if verbose else _untold
+        yield _line_by_line() if verbose else untold
     elif (console := terminal.console(sys.stderr)) is not None:
         with console.status("") as status:
             yield status.update
@@ -31,8 +31,8 @@ def shown(*, verbose: bool) -> Iterator[Tell]:
             yield tell
 
 
-def _untold(_: str) -> None:
-    """Keep it to oneself."""
+def untold(_: str) -> None:
+    """Tell nobody, because nobody looks."""
 
 
 def _line_by_line() -> Tell:

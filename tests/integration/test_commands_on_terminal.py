@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import celery
+import psycopg
 import pytest
 
-from celery_pglock.cli import columns
+from celery_pglock import schema
+from celery_pglock.cli import columns, index_builds
+from tests.integration import online
 from tests.integration.test_command_states import NAMESPACE, QUEUE, application, fill
 from tests.support.commands import on_terminal, pglock, without_colours
 from tests.support.databases import Database
+from tests.support.processes import eventually
 from tests.support.queued import count
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -209,3 +214,26 @@ def test_a_migration_tells_the_step_that_it_applies(blank_database: Database) ->
     ended = pglock(app, "migrate", "--verbose")
     assert "applying 0001_job_runs" in ended.output
     assert "applying" not in ended.stdout
+
+
+def test_a_migration_tells_what_the_building_of_an_index_waits_for(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = (*schema.migrations(), online.INDEX)
+    monkeypatch.setattr(schema, "migrations", lambda: steps)
+    told: list[str] = []
+    builds = index_builds.Builds(database.url, "pglock", told.append)
+
+    def begun(step: schema.Migration) -> None:
+        builds.step = step.name
+
+    with psycopg.connect(database.url) as writing, builds.watched(), ThreadPoolExecutor(1) as pool:
+        writing.execute("delete from pglock.job_runs")
+        migrating = pool.submit(schema.migrate, database.url, begun=begun)
+        waits = (
+            f"applying {online.INDEX.name}: waiting for writers before build, "
+            f"for backend {writing.info.backend_pid}"
+        )
+        eventually(lambda: waits in told, what="it tells for whom it waits", told=lambda: told)
+        writing.commit()
+        assert migrating.result(30) == [online.INDEX.name]
