@@ -130,6 +130,9 @@ class _Described:
 
     def _leader(self, leader: dict[str, Any]) -> Iterator[str]:
         now = self.status["now"]
+        if leader["term"] is None:
+            yield f"backend {leader['pid']}, whose term is not recorded"
+            return
         yield f"{leader['node']}, term {leader['term']}, backend {leader['pid']}"
         tick = moments.ago(now, leader["last_tick_at"])
         yield f"since {self._moment(leader['elected_at'])}, last tick {tick}"

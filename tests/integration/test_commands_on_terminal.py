@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -15,8 +16,8 @@ import pytest
 from celery_pglock import schema
 from celery_pglock.cli import columns, index_builds
 from tests.integration import online
-from tests.integration.test_command_states import NAMESPACE, QUEUE, application, fill
-from tests.support.commands import on_terminal, pglock, without_colours
+from tests.integration.test_command_states import NAMESPACE, QUEUE, application, fill, refill
+from tests.support.commands import Ended, on_terminal, pglock, without_colours
 from tests.support.databases import Database
 from tests.support.processes import eventually
 from tests.support.queued import count
@@ -139,53 +140,45 @@ def state(database: Database) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "question"),
-    [
-        (("prune",), "1 run older than 2:00:00 will be deleted; go on? [y/N]"),
-        (("rerun", "nightly", "2026-11-02", "--force"), "is done, and may be run twice; go on?"),
-        (("entries", "remove", "kept"), "entry kept will be removed, with its arguments"),
-    ],
-)
-def test_on_a_terminal_it_asks_before_it_destroys(
-    database: Database, fresh_redis_url: str, command: tuple[str, ...], question: str
-) -> None:
-    fill(database)
+ASKED: Final = {
+    ("prune",): "1 run older than 2:00:00 will be deleted; go on? [y/N]",
+    ("rerun", "nightly", "2026-11-02", "--force"): "is done, and may be run twice; go on?",
+    ("entries", "remove", "kept"): "entry kept will be removed, with its arguments",
+}
+
+
+def test_on_a_terminal_it_asks_before_it_destroys(database: Database, fresh_redis_url: str) -> None:
     app = application(database.url, fresh_redis_url, pglock_retention=7200)
-    before = state(database)
-    no = on_terminal(app, *command, typed="\n")
-    assert (no.code, state(database)) == (1, before)
-    assert question in no.output
-    assert "Error: nothing was changed" in no.output
-    assert count(fresh_redis_url, QUEUE) == 0
-    assert on_terminal(app, *command, "--dry-run", typed="").code == 0
-    assert state(database) == before
-    yes = on_terminal(app, *command, "--json", typed="y\n")
-    assert yes.code == 0
-    assert question in yes.output
-    assert state(database) != before
+    for command, question in ASKED.items():
+        refill(database)
+        before, sent = state(database), count(fresh_redis_url, QUEUE)
+        no = on_terminal(app, *command, typed="\n")
+        assert (no.code, state(database)) == (1, before), command
+        assert question in no.output
+        assert "Error: nothing was changed" in no.output
+        assert count(fresh_redis_url, QUEUE) == sent
+        assert on_terminal(app, *command, "--dry-run", typed="").code == 0
+        assert state(database) == before, command
+        yes = on_terminal(app, *command, "--json", typed="y\n")
+        assert (yes.code, question in yes.output) == (0, True), command
+        assert state(database) != before, command
     app.close()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("prune",), ("rerun", "nightly", "2026-11-02", "--force"), ("entries", "remove", "kept")],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("where", ["a pipe", "a terminal"])
-def test_a_script_and_who_says_yes_are_not_asked(
-    database: Database, fresh_redis_url: str, command: tuple[str, ...], where: str
-) -> None:
-    fill(database)
+def test_a_script_and_who_says_yes_are_not_asked(database: Database, fresh_redis_url: str) -> None:
     app = application(database.url, fresh_redis_url, pglock_retention=7200)
-    before = state(database)
-    if where == "a pipe":
-        ended = pglock(app, *command)
-    else:
-        ended = on_terminal(app, *command, "--yes", typed="")
-    assert ended.code == 0
-    assert "go on?" not in ended.output
-    assert state(database) != before
+    silently: list[tuple[Callable[..., Ended], dict[str, str], tuple[str, ...]]] = [
+        (pglock, {}, ()),
+        (on_terminal, {}, ()),
+        (on_terminal, {"typed": ""}, ("--yes",)),
+    ]
+    for command in ASKED:
+        for run, given, more in silently:
+            refill(database)
+            before = state(database)
+            ended = run(app, *command, *more, **given)
+            assert (ended.code, "go on?" in ended.output) == (0, False), command
+            assert state(database) != before, command
     app.close()
 
 
