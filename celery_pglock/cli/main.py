@@ -46,6 +46,7 @@ class _Group(groups.Group):
         "runs": ("runs", "command"),
         "status": ("status", "command"),
         "trigger": ("trigger", "command"),
+        "web": ("web", "command"),
     }
 
     @override
