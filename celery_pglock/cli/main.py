@@ -44,6 +44,7 @@ class _Group(click.Group):
         "runs": ("runs", "command"),
         "status": ("status", "command"),
         "trigger": ("trigger", "command"),
+        "web": ("web", "command"),
     }
 
     @override
