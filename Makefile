@@ -22,6 +22,9 @@ WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Tests start thousands of processes; compiled anew by each, the package takes longer than Celery.
+unexport PYTHONDONTWRITEBYTECODE
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 

@@ -39,3 +39,9 @@ class LeaderScheduler(mixin.LeaderMixin, celery.beat.Scheduler):
     @override
     def _set_up(self) -> None:
         """Do nothing: the configuration is all there is."""
+
+    @override
+    def _notes_runs(self) -> bool:
+        # Celery's own would put a new entry into this process' memory, where nobody looks for it,
+        # for each message.
+        return type(self).reserve is not celery.beat.Scheduler.reserve

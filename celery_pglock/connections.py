@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import psycopg
-import sqlalchemy as sa
 from psycopg import conninfo
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from celery_pglock import errors
 
@@ -31,9 +29,9 @@ def parameters(target: Target) -> dict[str, Any]:
     text = target() if callable(target) else target
     try:
         found = _parsed(text)
-        # SQLAlchemy hands on what libpq does not know.
+        # Not all that a URL of SQLAlchemy's says is known to libpq.
         conninfo.make_conninfo(**found)
-    except (psycopg.Error, sa.exc.SQLAlchemyError, ValueError, TypeError, AttributeError):
+    except (psycopg.Error, ValueError, TypeError, AttributeError):
         # "from None": the original sentence quotes the text.
         msg = (
             "pglock_database_url is not a PostgreSQL connection string; write it like "
@@ -55,10 +53,10 @@ def _parsed(text: str) -> dict[str, Any]:
         msg = "empty"
         raise ValueError(msg)
     if _DRIVER_SUFFIX.match(text):
-        url = sa.make_url(text).set(drivername="postgresql+psycopg")
-        translate: Any = PGDialect_psycopg  # SQLAlchemy leaves it untyped
-        args, found = translate().create_connect_args(url)
-        return {**conninfo.conninfo_to_dict(*args), **found}
+        # It takes longer to import than all of celery-pglock; libpq's own URLs do without.
+        from celery_pglock import sqlalchemy_urls
+
+        return sqlalchemy_urls.parameters(text)
     return conninfo.conninfo_to_dict(text)
 
 

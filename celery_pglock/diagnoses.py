@@ -26,7 +26,7 @@ from celery_pglock import (
     schema,
     sessions,
     stacks,
-    tables,
+    table_names,
 )
 
 #: The oldest PostgreSQL that is supported, as the server numbers itself.
@@ -234,7 +234,7 @@ def leader(
         "key": keys.from_name(namespace, "beat", "leader"),
     }
     with _translated(connection, name):
-        row = connection.execute(tables.statement(_LEADER, name), parameters).fetchone()
+        row = connection.execute(table_names.statement(_LEADER, name), parameters).fetchone()
     return None if row is None else (row[0], row[1])
 
 
@@ -247,7 +247,7 @@ def _recent(
 ) -> list[Any]:
     parameters = {"prefix": f"{namespace}:", "within": within}
     with _translated(connection, name):
-        return connection.execute(tables.statement(template, name), parameters).fetchall()
+        return connection.execute(table_names.statement(template, name), parameters).fetchall()
 
 
 def _translated(

@@ -17,7 +17,7 @@ from typing import Final
 from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store
 
 _CHUNK: Final = 500
-_CONFIRM_EVERY: Final = 100
+_CONFIRM_EVERY: Final = 250
 _CONFIRM_WITHIN: Final = 0.5
 _BACK_OFF: Final = 0.5
 _LONGEST_BACK_OFF: Final = 5.0

@@ -49,7 +49,7 @@ class Executor:
     stack: stacks.Stack
     records: transactions.Records
     terms: attempts.Terms
-    transact: transactions.Begin = transactions.WorkingTransaction
+    transact: transactions.Begin = transaction_runs.on_own_connection
 
     def execute(
         self,

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import psycopg
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import keys, tables
+from celery_pglock import keys, table_names
 
 Kind = Literal["name", "run", "leader", "migration"]
 
@@ -100,8 +100,8 @@ def held(
         found = cursor.execute(_HELD).fetchall()
         running, terms = [], []
         if schema is not None:
-            running = cursor.execute(tables.statement(_RUNNING, schema)).fetchall()
-            terms = cursor.execute(tables.statement(_TERMS, schema)).fetchall()
+            running = cursor.execute(table_names.statement(_RUNNING, schema)).fetchall()
+            terms = cursor.execute(table_names.statement(_TERMS, schema)).fetchall()
     known = _Known(namespace, schema_lock, names, running, terms)
     return [known.name(row) for row in found]
 

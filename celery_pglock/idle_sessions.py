@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from celery import signals
 
-from celery_pglock import lending, sessions, settings, stacks, transactions
+from celery_pglock import (
+    lending,
+    sessions,
+    settings,
+    stacks,
+    transaction_runs,
+    transactions,
+)
 
 _stacks: dict[tuple[int, str, sessions.Level], tuple[settings.Settings, stacks.Stack]] = {}
 
@@ -41,7 +48,7 @@ def source(
     if level == "transaction" and config.django_alias is not None:
         lender = lending.lender()
         return lender.stack(config.django_alias, plan(config, level, node)), lender.transact
-    return stack(config, level, node), transactions.WorkingTransaction
+    return stack(config, level, node), transaction_runs.on_own_connection
 
 
 def close_idle(**_: object) -> None:

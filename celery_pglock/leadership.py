@@ -49,7 +49,7 @@ from celery_pglock import (
     schema,
     sessions,
     stacks,
-    tables,
+    table_names,
 )
 
 _SHORTEST_BACK_OFF: Final = 0.1
@@ -214,7 +214,7 @@ class Leadership:
             session = self._session or self._open()
             with schema.translated(session.target, self._schema):
                 row = session.execute(
-                    tables.statement(elections.ELECT, self._schema),
+                    table_names.statement(elections.ELECT, self._schema),
                     {
                         "key": self._key,
                         "namespace": self.namespace,
@@ -283,7 +283,7 @@ class Leadership:
         """
         parameters = {"namespace": self.namespace, "term": self.term}
         started = self._monotonic()
-        if not self.execute(tables.statement(elections.CONFIRM, self._schema), parameters):
+        if not self.execute(table_names.statement(elections.CONFIRM, self._schema), parameters):
             raise self.lose("another term has begun")
         self._confirmed_at = started
 
@@ -345,7 +345,7 @@ class Leadership:
         if self.term is not None and session is not None and not session.connection.closed:
             try:
                 session.execute(
-                    tables.statement(elections.RESIGN, self._schema),
+                    table_names.statement(elections.RESIGN, self._schema),
                     {"namespace": self.namespace, "term": self.term},
                 )
                 row = session.execute(

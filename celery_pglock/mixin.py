@@ -153,7 +153,7 @@ class LeaderMixin(_Scheduler):
             read=lambda: self.schedule,
             forget=self.on_takeover,
             set_up=self._set_up,
-            reserve=self.reserve,
+            reserve=self.reserve if self._notes_runs() else None,
             zone=config.zone,
         )
         self._gate = gated.Gate(candidate, config, super().tick) if own_tick else None
@@ -269,6 +269,10 @@ class LeaderMixin(_Scheduler):
     def _set_up(self) -> None:
         """Have the scheduler set itself up, which may write what is shared."""
         super().setup_schedule()
+
+    def _notes_runs(self) -> bool:
+        """Whether the scheduler keeps somewhere when its entries were sent."""
+        return True
 
     def _write_back(self) -> None:
         """Have the scheduler write back what it keeps of its entries."""

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import elections, tables
+from celery_pglock import elections, table_names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Namespaced:
         """
         with self.connection.cursor(row_factory=namedtuple_row) as cursor:
             cursor.execute(
-                tables.statement(template, self.schema),
+                table_names.statement(template, self.schema),
                 {
                     **parameters,
                     "namespace": self.namespace,

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from celery_pglock import locks, tables
+from celery_pglock import locks, table_names
 
 MOST_COPIES: Final = 8
 _AT_ONCE: Final = 100
@@ -191,7 +191,7 @@ class Rescuer:
 
     def _look(self) -> None:
         rows = self.execute(
-            tables.statement(_FIND, self.schema),
+            table_names.statement(_FIND, self.schema),
             {
                 "namespace": self.namespace,
                 "prefix": f"{self.namespace}:",
@@ -233,7 +233,9 @@ class Rescuer:
             self._refused.add(row.entry)
             return False
         self._refused.discard(row.entry)
-        self.execute(tables.statement(_TAKE, self.schema), {**_same(row), "number": copy.number})
+        self.execute(
+            table_names.statement(_TAKE, self.schema), {**_same(row), "number": copy.number}
+        )
         return True
 
     def _long_dead(self, found: list[tuple[Lost, dt.datetime]]) -> list[tuple[Lost, dt.datetime]]:
@@ -251,7 +253,7 @@ class Rescuer:
 
     def _close(self, row: Lost, outcome: str, reason: str) -> None:
         parameters = {**_same(row), "outcome": outcome, "reason": reason}
-        if self.execute(tables.statement(_CLOSE, self.schema), parameters):
+        if self.execute(table_names.statement(_CLOSE, self.schema), parameters):
             self.closed(row, outcome, reason)
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from celery_pglock import tables
+from celery_pglock import table_names
 
 # Rows that one statement looks at, of which it deletes those that may go.
 BATCH: Final = 1000
@@ -170,7 +170,7 @@ class Pass:
         """
         finished_at, job, period = self._after
         (answer,) = self.execute(
-            tables.statement(_COUNT if self.dry else _PRUNE, self.schema),
+            table_names.statement(_COUNT if self.dry else _PRUNE, self.schema),
             {
                 "keep": self.keep,
                 "prefix": f"{self.namespace}:",

@@ -8,11 +8,13 @@ import dataclasses
 import datetime as dt
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING, Any
 
 from celery_pglock import errors, sessions
+
+if TYPE_CHECKING:
+    # Imported at run time by what makes such a connection: see ``working_transactions``.
+    import sqlalchemy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -48,7 +50,7 @@ class Run:
     _prove: Callable[[], str | None]
 
     @property
-    def connection(self) -> sa.Connection:
+    def connection(self) -> sqlalchemy.Connection:
         """The connection whose transaction is the lock, at transaction level.
 
         What is written through it commits together with the ``done`` of the period, or not
@@ -58,7 +60,7 @@ class Run:
             AttributeError: at session level, where the lock session is never in a
                 transaction.
         """
-        connection: sa.Connection | None = self._connection
+        connection: sqlalchemy.Connection | None = self._connection
         if connection is None:
             msg = (
                 f'run of job "{self.job}" has no connection: its lock_level is "session"; use '

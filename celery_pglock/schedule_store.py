@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from psycopg import sql
 
-from celery_pglock import periods, tables
+from celery_pglock import periods, table_names
 
 NOBODY_LED: Final = "no beat was leading when it was due"
 CLOCK_SET_FORWARD: Final = "the server's clock was set forward over it"
@@ -292,6 +292,7 @@ class Occurrence:
         missed: earlier occurrences that nobody sends any more.
         revision: the edit of the definition in the database that it is planned by; None: it is
             planned by the configuration.
+        period: the label under which it is recorded.
     """
 
     entry: str
@@ -303,11 +304,11 @@ class Occurrence:
     late: bool = False
     missed: tuple[dt.datetime, ...] = ()
     revision: int | None = None
+    period: str = dataclasses.field(init=False)
 
-    @property
-    def period(self) -> str:
-        """The label under which it is recorded."""
-        return periods.occurrence(self.due_at)
+    def __post_init__(self) -> None:
+        # Made once: it is asked for at each step of a burst.
+        object.__setattr__(self, "period", periods.occurrence(self.due_at))
 
 
 def task_id(namespace: str, entry: str, due_at: dt.datetime) -> str:
@@ -397,7 +398,6 @@ class ScheduleStore:
             {
                 **_columns(occurrences, Occurrence),
                 **_missed(occurrences),
-                "period": [o.period for o in occurrences],
                 "term": term,
             },
         )
@@ -444,6 +444,6 @@ def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
 
 @functools.cache
 def _statement(template: str, schema_name: str) -> bytes:
-    names = tables.names(schema_name)
+    names = table_names.names(schema_name)
     missed = sql.SQL(_MISSED).format(**names)
     return sql.SQL(template).format(**names, missed=missed).as_bytes()

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal
 
 import psycopg
-import sqlalchemy as sa
 from psycopg import generators
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import namedtuple_row
@@ -93,26 +92,7 @@ class Session:
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
         self.held: set[int] = set()
-        self._engine: sa.Engine | None = None
         _opened[id(self)] = self
-
-    @property
-    def engine(self) -> sa.Engine:
-        """An SQLAlchemy engine whose only connection is this one, for the transaction level."""
-        if self._engine is None:
-            # Not by way of self: a session that is in a cycle outlives who holds it.
-            connection = self.connection
-            self._engine = sa.create_engine(
-                "postgresql+psycopg://",
-                creator=lambda: connection,
-                poolclass=sa.StaticPool,
-                pool_reset_on_return=None,
-                use_native_hstore=False,
-            )
-            # The dialect asks for the server's version on its first connection and rolls
-            # back: that has to be over before any BEGIN of ours.
-            self._engine.connect().close()
-        return self._engine
 
     @property
     def alive(self) -> bool:

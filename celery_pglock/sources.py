@@ -30,7 +30,8 @@ class Source:
         read: returns its schedule, by the names of the entries.
         forget: has it forget what it keeps in memory.
         set_up: has it set itself up, once.
-        reserve: notes that an entry is sent, and returns it anew.
+        reserve: notes that an entry is sent, and returns it anew; None: nothing is noted, and no
+            entry ends by itself.
         zone: of times without one.
 
     Attributes:
@@ -44,7 +45,7 @@ class Source:
         read: Callable[[], Mapping[str, Any]],
         forget: Callable[[], None],
         set_up: Callable[[], None],
-        reserve: Callable[[Any], Any],
+        reserve: Callable[[Any], Any] | None,
         zone: dt.tzinfo,
     ) -> None:
         self.entries: dict[str, Any] = {}
@@ -116,7 +117,8 @@ class Source:
 
     def sent(self, name: str) -> None:
         """Remember an entry whose message has been handed over, for ``tell``."""
-        self._untold[name] = None
+        if self._reserve is not None:
+            self._untold[name] = None
 
     def settle(self, exhausted: Iterable[str]) -> None:
         """Remember those whose only run was sent by a leader that could not tell them."""
@@ -157,7 +159,7 @@ class Source:
 
     def _tell(self, name: str, entry: Any) -> None:
         found = bounds.of(entry, self._zone)
-        if found is None or not found.spent:
+        if self._reserve is not None and (found is None or not found.spent):
             self.entries[name] = self._reserve(entry)
         if found is not None and found.once is not None:
             entry.is_due()
@@ -165,6 +167,8 @@ class Source:
             self._look_at = 0.0
 
     def _expire(self) -> None:
+        if self._reserve is None:
+            return
         now = dt.datetime.now(dt.UTC)
         for entry in self.entries.values():
             found = bounds.of(entry, self._zone)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from celery import bootsteps
 
-from celery_pglock import errors, options, schema, sessions, settings, stacks
+from celery_pglock import errors, options, schema, sessions, settings, stacks, transaction_runs
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -75,6 +75,9 @@ def check(app: Celery) -> None:
     locked = locked_tasks(app)
     refuse_equal_keys(config.namespace, locked)
     levels = {chosen.value("lock_level", config.options) for chosen in locked.values()}
+    if "transaction" in levels and config.django_alias is None:
+        # Here, before the pool forks.
+        transaction_runs.preload()
     recorded = any(chosen.recorded(config.options) for chosen in locked.values())
     try:
         where = {

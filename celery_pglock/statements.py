@@ -12,7 +12,7 @@ from typing import Final
 
 from psycopg import sql
 
-from celery_pglock import locks, sessions, tables
+from celery_pglock import locks, sessions, table_names
 
 # At transaction level the claim is committed a moment before the locks of the working
 # transaction are taken. A copy that comes in between must not take the claimer for dead.
@@ -238,11 +238,11 @@ order by coalesce(started_at, sent_at) desc nulls last limit 1
 @functools.cache
 def statement(template: str, schema: str) -> bytes:
     """Return a template as it is sent, for the tables in this schema."""
-    return sql.SQL(template).format(**tables.names(schema), held_by=locks.HELD_BY).as_bytes()
+    return sql.SQL(template).format(**table_names.names(schema), held_by=locks.HELD_BY).as_bytes()
 
 
 @functools.cache
 def claim(schema: str, level: sessions.Level) -> bytes:
     """Return the claim as it is sent, for a schema and a lock level."""
     parts = _SESSION_LEVEL if level == "session" else _TRANSACTION_LEVEL
-    return sql.SQL(_CLAIM).format(**tables.names(schema), **parts).as_bytes()
+    return sql.SQL(_CLAIM).format(**table_names.names(schema), **parts).as_bytes()

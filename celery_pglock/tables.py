@@ -1,34 +1,13 @@
-"""The tables by name, for statements, and as SQLAlchemy tables, for Alembic users and queries.
+"""The tables as SQLAlchemy tables, for Alembic users and queries.
 
-The mirrors agree with the migrations; a test holds the two together.
+The mirrors agree with the migrations; a test holds the two together. Nothing that a worker or a
+beat needs imports this module, because it imports SQLAlchemy: see ``table_names``.
 """
 
 from __future__ import annotations
 
-import functools
-
 import sqlalchemy as sa
-from psycopg import sql
 from sqlalchemy.dialects import postgresql
-
-
-def names(schema: str) -> dict[str, sql.Identifier]:
-    """Return the quoted names of the tables: ``runs``, ``entries``, ``terms``.
-
-    For texts that are executed with parameters, in which psycopg reads every ``%``.
-    """
-    doubled = schema.replace("%", "%%")
-    return {
-        "runs": sql.Identifier(doubled, "job_runs"),
-        "entries": sql.Identifier(doubled, "beat_entries"),
-        "terms": sql.Identifier(doubled, "beat_terms"),
-    }
-
-
-@functools.cache
-def statement(template: str, schema: str) -> bytes:
-    """Return a text as it is sent: with the quoted names of the tables in this schema."""
-    return sql.SQL(template).format(**names(schema)).as_bytes()
 
 
 def mirror(metadata: sa.MetaData, schema: str = "pglock") -> dict[str, sa.Table]:

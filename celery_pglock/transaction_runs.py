@@ -7,6 +7,7 @@ the same transaction after the body's work has been undone, so under the locks a
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,11 +20,31 @@ from celery_pglock import (
     holds,
     runs,
     schema,
+    sessions,
     transaction_locks,
     transactions,
 )
 
 T = TypeVar("T")
+
+
+def preload() -> None:
+    """Import what ``on_own_connection`` needs, SQLAlchemy above all.
+
+    For a process that is going to fork: its children then share it, and their first runs do not
+    wait for it.
+    """
+    from celery_pglock import working_transactions  # noqa: F401
+
+
+def on_own_connection(
+    session: sessions.Session, records: transactions.Records, work: claims.Work, claim: uuid.UUID
+) -> transactions.Transaction:
+    """Make the transaction of a run on its session's own connection, by SQLAlchemy."""
+    # It takes longer to import than all of celery-pglock, and most processes have no such run.
+    from celery_pglock import working_transactions
+
+    return working_transactions.WorkingTransaction(session, records, work, claim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from celery_pglock import (
     schedule_json,
     schedules,
     settings,
-    tables,
+    table_names,
 )
 from celery_pglock.cli import sending, session
 
@@ -164,7 +164,7 @@ def _read(app: Any, config: settings.Settings) -> list[dict[str, Any]]:
         session.connected(config, "entries") as connection,
         connection.cursor(row_factory=dict_row) as cursor,
     ):
-        query = tables.statement(_STATES, config.schema)
+        query = table_names.statement(_STATES, config.schema)
         cursor.execute(query, {"namespace": config.namespace})
         states = {str(row["entry"]): row for row in cursor.fetchall()}
     found = []

@@ -1,28 +1,18 @@
-"""The command group, and how its commands end."""
+"""The command group, and how its commands end.
+
+Every ``celery`` command loads this module, those that start workers and beats too. So a command
+is imported when it is called or listed, and what the group itself needs when it is called.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import click
 from typing_extensions import override
-
-from celery_pglock import errors, settings
-from celery_pglock.cli import (
-    doctor,
-    entries,
-    locks,
-    migrate,
-    pause,
-    prune,
-    rerun,
-    resign,
-    runs,
-    status,
-    trigger,
-)
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -39,6 +29,35 @@ class _Ended(click.ClickException):
 
 class _Group(click.Group):
     """Ends every command that raises one of our errors with a sentence and an exit code."""
+
+    #: Where each command is: a module of this package, and a name in it.
+    homes: ClassVar = {
+        "doctor": ("doctor", "command"),
+        "locks": ("locks", "command"),
+        "entries": ("entries", "entries"),
+        "migrate": ("migrate", "command"),
+        "pause": ("pause", "pause"),
+        "prune": ("prune", "command"),
+        "rerun": ("rerun", "command"),
+        "resign": ("resign", "command"),
+        "resume": ("pause", "resume"),
+        "runs": ("runs", "command"),
+        "status": ("status", "command"),
+        "trigger": ("trigger", "command"),
+    }
+
+    @override
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.homes)
+
+    @override
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.homes:
+            return None
+        module, name = self.homes[cmd_name]
+        command = getattr(importlib.import_module(f"celery_pglock.cli.{module}"), name)
+        assert isinstance(command, click.Command)  # noqa: S101 - for the type checker
+        return command
 
     @override
     def invoke(self, ctx: click.Context) -> Any:
@@ -58,6 +77,8 @@ def pglock(ctx: click.Context) -> None:
         )
     if ctx.invoked_subcommand == "doctor":  # which says itself what is wrong with the settings
         return
+    from celery_pglock import settings
+
     ctx.obj.settings = config = settings.of(app)
     if config.django_alias is not None:
         # With its modules Celery sets Django up, which has to say where the database is.
@@ -66,6 +87,8 @@ def pglock(ctx: click.Context) -> None:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
+    from celery_pglock import errors
+
     try:
         yield
     except errors.PGLockError as error:
@@ -77,17 +100,3 @@ def _ending() -> Iterator[None]:
         ):
             code = UNAVAILABLE
         raise _Ended(str(error), code) from None
-
-
-pglock.add_command(doctor.command)
-pglock.add_command(locks.command)
-pglock.add_command(entries.entries)
-pglock.add_command(migrate.command)
-pglock.add_command(pause.pause)
-pglock.add_command(pause.resume)
-pglock.add_command(prune.command)
-pglock.add_command(rerun.command)
-pglock.add_command(resign.command)
-pglock.add_command(runs.command)
-pglock.add_command(status.command)
-pglock.add_command(trigger.command)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 import psycopg
 
-from celery_pglock import elections, entries, tables
+from celery_pglock import elections, entries, table_names
 from celery_pglock.cli import session
 
 _POLL: Final = 0.1
@@ -56,7 +56,7 @@ def command(ctx: click.Context) -> None:
 def _leader(
     connection: psycopg.Connection[Any], schema: str, namespace: str
 ) -> tuple[int, str] | None:
-    query = tables.statement(_LEADER, schema)
+    query = table_names.statement(_LEADER, schema)
     parameters = {
         "namespace": namespace,
         "application": elections.application("leader", namespace),

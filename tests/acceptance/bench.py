@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 
 import celery
 import kombu
-import psycopg
 import redis
 from celery.result import AsyncResult
-from psycopg.rows import dict_row
 
 from tests.apps import recording
 from tests.support.databases import Database
@@ -240,7 +238,7 @@ class Bench:
 
     def notes(self, what: str, **detail: object) -> list[Note]:
         """Return the notes of a kind whose detail is as given, the oldest first."""
-        rows = self.database.rows(
+        rows = self.database.ask(
             "SELECT what, detail, pid, at FROM notes WHERE what = %s AND detail @> %s::jsonb"
             " ORDER BY id",
             what,
@@ -260,7 +258,7 @@ class Bench:
 
     def now(self) -> dt.datetime:
         """Return the database's clock, by which notes are dated."""
-        ((moment,),) = self.database.rows("SELECT clock_timestamp()")
+        ((moment,),) = self.database.ask("SELECT clock_timestamp()")
         assert isinstance(moment, dt.datetime)
         return moment
 
@@ -272,7 +270,7 @@ class Bench:
         """Return the rows of `job_runs` whose columns are as given."""
         where = " AND ".join(["true", *(f"{name} = %s" for name in columns)])
         query = f"SELECT {', '.join(Run._fields)} FROM pglock.job_runs WHERE {where}"  # noqa: S608
-        rows = self.database.rows(f"{query} ORDER BY job, period", *columns.values())
+        rows = self.database.ask(f"{query} ORDER BY job, period", *columns.values())
         return [Run(*row) for row in rows]
 
     def run(self, **columns: object) -> Run:
@@ -295,8 +293,8 @@ class Bench:
             " WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()"
             " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         )
-        with psycopg.connect(self.database.url, row_factory=dict_row) as connection:
-            return connection.execute(query).fetchall()
+        columns = ("pid", "application_name", "key")
+        return [dict(zip(columns, row, strict=True)) for row in self.database.ask(query)]
 
     def close(self) -> None:
         """Close what this process has open, and delete the queue."""

@@ -590,7 +590,9 @@ class Log:
 
 
 @pytest.fixture
-def own_database(server: PostgresServer) -> Iterator[Database]:
+def own_database(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    # Else the server would miss the connections for notes too.
+    monkeypatch.setenv("APP_KEEPS_NOTHING", "1")
     name = f"pglock_test_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(server.url(), autocommit=True) as admin:
         admin.execute(f"CREATE DATABASE {name} TEMPLATE postgres".encode())

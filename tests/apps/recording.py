@@ -1,7 +1,8 @@
 """What workers under test leave behind for the test: rows, written at once on their own.
 
-Bodies call `note`; log records and signals of celery-pglock are noted as well. Each note is a
-connection of its own, in autocommit, so that a process that is killed has still told it.
+Bodies call `note`; log records and signals of celery-pglock are noted as well. Each note is
+committed on its own, so that a process that is killed has still told it. With `APP_KEEPS_NOTHING`
+each is a connection of its own, for who looks at all that a process leaves in the server.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -17,6 +19,7 @@ from typing_extensions import override
 
 import celery_pglock
 from celery_pglock import runs
+from tests.support.kept import KeptConnection
 
 TABLES = """
 CREATE TABLE notes (
@@ -34,6 +37,10 @@ GATE_PATIENCE = 100.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "data"}
 
 
+# The connection for notes of each thread: none waits for another's.
+_notes = threading.local()
+
+
 def url() -> str:
     """Return the database of this test."""
     return os.environ["APP_DATABASE_URL"]
@@ -41,11 +48,22 @@ def url() -> str:
 
 def note(what: str, **detail: object) -> None:
     """Leave a row for the test."""
-    with psycopg.connect(url(), autocommit=True) as connection:
-        connection.execute(
-            "INSERT INTO notes (what, detail, pid) VALUES (%s, %s, %s)",
-            (what, json.dumps(detail, default=str), os.getpid()),
-        )
+    notes = _kept()
+    notes.rows(
+        "INSERT INTO notes (what, detail, pid) VALUES (%s, %s, %s)",
+        what,
+        json.dumps(detail, default=str),
+        os.getpid(),
+    )
+    if "APP_KEEPS_NOTHING" in os.environ:
+        notes.close()
+
+
+def _kept() -> KeptConnection:
+    found: KeptConnection | None = getattr(_notes, "kept", None)
+    if found is None:
+        found = _notes.kept = KeptConnection(url())
+    return found
 
 
 def note_run(what: str, task_id: str | None, **detail: object) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from tests.chaos import checker, conductor, controls, plan, report, stage
+from tests.chaos import checker, conductor, controls, plan, report, stage, without
 
 _SHOWN: Final = 30
 
@@ -55,7 +55,7 @@ def _hurt(
     say: Say, seed: int, options: argparse.Namespace
 ) -> tuple[conductor.Performance, checker.Verdict]:
     with stage.Stage(conductor.ENTRIES, keep=options.keep) as there:
-        impossible = conductor.people(there)
+        impossible = conductor.people(there, options.without)
         if impossible:
             say(f"left out on this machine: {', '.join(impossible)}")
         faults = plan.draw(
@@ -103,11 +103,20 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--promotions", type=int, default=2, help="of standby servers (default 2)")
     parser.add_argument("--controls", default="all", help="'all', 'none', or the name of one")
+    parser.add_argument(
+        "--without",
+        default="",
+        choices=["", *without.rules()],
+        help="have workers that lack a rule, to see a seed fail, and fail again",
+    )
     parser.add_argument("--keep", type=Path, help="keep the logs and the histories here")
     parser.add_argument(
         "--record", action="store_true", help="write docs/explanation/evidence.md anew"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.without and options.record:
+        parser.error("--record is for the package as it is: leave --without out")
+    return options
 
 
 def _end(*_: object) -> NoReturn:

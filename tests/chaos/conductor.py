@@ -56,12 +56,17 @@ WHERE status IN ('sent', 'running', 'retrying') ORDER BY due_at
 LIMITS: Final = Limits(window=plan.LOST_AFTER + 2.0, takeover=plan.LEASE + 5.0)
 
 
-def people(stage: Stage) -> list[plan.Kind]:
-    """Put three beats and three workers on a stage; return what cannot be done to them here."""
+def people(stage: Stage, without: str = "") -> list[plan.Kind]:
+    """Put three beats and three workers on a stage; return what cannot be done to them here.
+
+    Args:
+        stage: with its servers running.
+        without: a rule of the package that the workers lack (``without``).
+    """
     for number in range(3):
         stage.beat(far=number == _FAR)
     for number in range(3):
-        stage.worker(far=number == _FAR)
+        stage.worker(far=number == _FAR).without = without
     impossible: list[plan.Kind] = []
     if stage.namespace is None:
         impossible.append("drop packets")

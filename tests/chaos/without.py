@@ -12,6 +12,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 
+def rules() -> list[str]:
+    """Return the names of the rules that can be taken away."""
+    return ["lock", *_RULES]
+
+
 def take_away(rule: str, app: Any) -> None:
     """Take a rule away; called by the application when it is there."""
     if rule == "lock":

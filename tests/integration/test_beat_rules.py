@@ -12,12 +12,13 @@ import itertools
 import json
 import uuid
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import celery
 import celery.beat
 import pytest
 import redis
+from typing_extensions import override
 
 from celery_pglock import beat, claims, leadership, ledger, schedule_store
 from celery_pglock.demo.servers import ValkeyServer
@@ -281,9 +282,11 @@ def make_due(database: Database) -> None:
     database.rows("update pglock.beat_entries set next_due_at = clock_timestamp() - interval '1 s'")
 
 
-def lead(app: celery.Celery, **more: Any) -> beat.LeaderScheduler:
+def lead(
+    app: celery.Celery, kind: type[beat.LeaderScheduler] = beat.LeaderScheduler, **more: Any
+) -> beat.LeaderScheduler:
     """Return a scheduler that has just been elected and has planned its entries."""
-    scheduler = beat.LeaderScheduler(app, **more)
+    scheduler = kind(app, **more)
     eventually(lambda: elected(scheduler), what="it leads")
     return scheduler
 
@@ -355,6 +358,35 @@ def test_arguments_are_computed_for_each_message(database: Database, fresh_redis
         scheduler.close()
     bodies = [message["body"][:2] for message in sent(fresh_redis_url)]
     assert bodies == [[[1, "as it is"], {"also": 2}], [[3, "as it is"], {"also": 4}]]
+
+
+class Noting(beat.LeaderScheduler):
+    """One that keeps somewhere when it has sent an entry."""
+
+    noted: ClassVar[list[str]] = []
+
+    @override
+    def reserve(self, entry: Any) -> Any:
+        self.noted.append(entry.name)
+        return super().reserve(entry)
+
+
+def test_nothing_is_noted_in_memory_unless_the_scheduler_asks_for_it(
+    database: Database, fresh_redis_url: str
+) -> None:
+    app = application(fresh_redis_url, database.url, hourly={})
+    scheduler = lead_with_all_due(app, database)
+    entry = scheduler.schedule["hourly"]
+    scheduler.tick()
+    scheduler.close()
+    assert scheduler.schedule["hourly"] is entry
+    scheduler = lead_with_all_due(app, database, kind=Noting)
+    entry = scheduler.schedule["hourly"]
+    scheduler.tick()
+    scheduler.close()
+    assert Noting.noted == ["hourly"]
+    assert scheduler.schedule["hourly"] is not entry
+    assert len(sent(fresh_redis_url)) == 2
 
 
 ENTRY: Final = {

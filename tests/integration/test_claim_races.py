@@ -23,7 +23,7 @@ from celery_pglock import (
     sessions,
     statements,
     transaction_locks,
-    transactions,
+    working_transactions,
 )
 from tests.integration.workbench import (
     PERIOD,
@@ -66,7 +66,9 @@ def run_once(session: sessions.Session, wanted: claims.Work) -> uuid.UUID:
     if session.level == "session":
         assert LEDGER.settle(session, wanted, claimed.claim, "done")
     else:
-        transaction = transactions.WorkingTransaction(session, LEDGER, wanted, claimed.claim)
+        transaction = working_transactions.WorkingTransaction(
+            session, LEDGER, wanted, claimed.claim
+        )
         assert transaction.begin() is None
         assert transaction.complete()
     return claimed.claim
@@ -152,7 +154,9 @@ def claim_under_another_name(
     assert isinstance(claimed, claims.Claimed)
     if level == "session":
         return LEDGER.claim(ours, work(name="new"), claim=uuid.uuid4())
-    transaction = transactions.WorkingTransaction(rivals, LEDGER, work(name="old"), claimed.claim)
+    transaction = working_transactions.WorkingTransaction(
+        rivals, LEDGER, work(name="old"), claimed.claim
+    )
     assert transaction.begin() is None
     age(database)  # the time that protects the claim until its locks are taken is over
     answer = LEDGER.claim(ours, work(name="new"), claim=uuid.uuid4())
@@ -235,10 +239,10 @@ def test_the_second_of_two_finishes_changes_nothing(
 
 def begun(
     session: sessions.Session, wanted: claims.Work, claimed: claims.Claimed | claims.Refused
-) -> transactions.WorkingTransaction | str:
+) -> working_transactions.WorkingTransaction | str:
     """Take the locks of a claim; return what refused it, if something did."""
     assert isinstance(claimed, claims.Claimed)
-    transaction = transactions.WorkingTransaction(session, LEDGER, wanted, claimed.claim)
+    transaction = working_transactions.WorkingTransaction(session, LEDGER, wanted, claimed.claim)
     return transaction.begin() or transaction
 
 
@@ -253,7 +257,7 @@ def test_a_copy_between_claim_and_locks_is_refused_and_the_period_runs(
     assert isinstance(copy, claims.Refused)
     assert copy.kind == "running"
     transaction = begun(ours, wanted, claimed)
-    assert isinstance(transaction, transactions.WorkingTransaction)
+    assert isinstance(transaction, working_transactions.WorkingTransaction)
     assert transaction.complete()
     assert row(database, "status", "attempts", "lost_attempts") == ("done", 1, 0)
 
@@ -290,7 +294,7 @@ def test_a_claimer_that_is_late_for_its_locks_is_refused_and_rolls_back(
     assert not advisory_locks(database)
     assert not ours.connection.info.transaction_status
     transaction = begun(rivals, work(), taken)
-    assert isinstance(transaction, transactions.WorkingTransaction)
+    assert isinstance(transaction, working_transactions.WorkingTransaction)
     assert transaction.complete()
 
 
@@ -304,7 +308,7 @@ def start_late(
     gate = Gate(database)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transaction_locks, "_LOCK", lock_text(gate))
-        transaction = transactions.WorkingTransaction(ours, LEDGER, work(), claimed.claim)
+        transaction = working_transactions.WorkingTransaction(ours, LEDGER, work(), claimed.claim)
         with in_thread(transaction.begin, gate) as refusal:
             gate.wait_for_arrival()
             patch.undo()

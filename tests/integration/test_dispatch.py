@@ -200,7 +200,8 @@ def bench(database: Database, fresh_redis_url: str) -> Iterator[Bench]:
         yield bench
 
 
-NAMES: Final = [f"e{number:03}" for number in range(250)]
+BATCH: Final = dispatch._CONFIRM_EVERY  # noqa: SLF001
+NAMES: Final = [f"e{number:03}" for number in range(2 * BATCH - 10)]
 
 
 def overdue(*names: str) -> dict[str, float]:
@@ -225,7 +226,7 @@ def test_confirmations_are_batched(bench: Bench) -> None:
     bench.dispatcher.work(300)
     assert bench.messages() == NAMES
     assert [entry for batch in bench.batches for entry in batch] == NAMES
-    assert max(map(len, bench.batches)) <= 100
+    assert max(map(len, bench.batches)) <= BATCH
     assert len(bench.batches) < 20
     assert bench.claimed() == []
 
@@ -236,7 +237,7 @@ def test_confirmations_are_batched(bench: Bench) -> None:
 def test_messages_are_handed_over_together(
     database: Database, own_valkey: ValkeyServer, options: dict[str, Any], *, together: bool
 ) -> None:
-    """250 messages in three batches."""
+    """A few batches of messages."""
     with benched(database, own_valkey.url(), **options) as bench:
         bench.lead({"early": -40, **overdue(*NAMES)})
         with redis.Redis.from_url(own_valkey.url()) as client:
@@ -480,7 +481,7 @@ def test_a_session_that_ends_in_the_middle_leaves_the_rest_to_the_next_leader(
     bench: Bench,
 ) -> None:
     def cut(occurrence: Occurrence) -> None:
-        if occurrence.entry == NAMES[150]:
+        if occurrence.entry == NAMES[BATCH + BATCH // 2]:
             pids = bench.database.rows("select backend_pid from pglock.beat_terms")
             terminate(bench.database, *(pid for (pid,) in pids))
             bench.clock.ahead += 30  # its own trust has run out, too
@@ -490,14 +491,14 @@ def test_a_session_that_ends_in_the_middle_leaves_the_rest_to_the_next_leader(
     with pytest.raises(errors.LeadershipLost):
         bench.dispatcher.work(300)
     # Of the batch nothing went out.
-    assert bench.messages() == bench.confirmed() == NAMES[:100]
+    assert bench.messages() == bench.confirmed() == NAMES[:BATCH]
     assert not bench.candidate.leading
     bench.before_each = lambda _: None
     bench.lead(overdue(*NAMES))
     assert bench.messages() == NAMES
     assert bench.claimed() == []
     count = "select count(*), count(distinct task_id) from pglock.job_runs"
-    assert bench.database.rows(count) == [(250, 250)]
+    assert bench.database.rows(count) == [(len(NAMES), len(NAMES))]
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["as it is", "control"])

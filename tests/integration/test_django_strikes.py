@@ -66,7 +66,8 @@ def task(site: celery.Celery, shared_site_database: Database) -> Iterator[Any]:
         Row(job="struck", number=number).save()
 
     name = "site.struck"
-    yield make(base=LockedTask, name=name, lock_level="transaction")(body)
+    # Not shared: applications of other tests would have it twice, once from each test here.
+    yield make(base=LockedTask, name=name, lock_level="transaction", shared=False)(body)
     site.tasks.unregister(name)
 
 

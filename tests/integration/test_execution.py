@@ -43,6 +43,7 @@ from celery_pglock import (
     transaction_locks,
     transaction_runs,
     transactions,
+    working_transactions,
 )
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import (
@@ -1385,8 +1386,8 @@ def test_only_a_transaction_that_is_watched_is_not_done_with_half_of_its_work(
 
     if not watched:
         for name in ("_on_commit", "_on_rollback", "_on_execute"):
-            monkeypatch.setattr(transactions.WorkingTransaction, name, lambda *_: None)
-        monkeypatch.setattr(transactions.WorkingTransaction, "complete", trusting)
+            monkeypatch.setattr(working_transactions.WorkingTransaction, name, lambda *_: None)
+        monkeypatch.setattr(working_transactions.WorkingTransaction, "complete", trusting)
 
     def body(run: runs.Run) -> None:
         write(run, 1)
@@ -1451,7 +1452,9 @@ def test_only_a_claim_that_is_committed_first_ends_a_crash_loop(
         wanted = work(max_lost=2)
         answer = records.claim(session, wanted, claim=uuid.uuid4())
         if isinstance(answer, claims.Claimed) and committed:
-            transaction = transactions.WorkingTransaction(session, records, wanted, answer.claim)
+            transaction = working_transactions.WorkingTransaction(
+                session, records, wanted, answer.claim
+            )
             assert transaction.begin() is None
         assert bool(advisory_locks(database)) == isinstance(answer, claims.Claimed)
         terminate(database, session.connection.info.backend_pid)

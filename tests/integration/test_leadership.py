@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import elections, errors, keys, leadership, schema, tables
+from celery_pglock import elections, errors, keys, leadership, schema, table_names
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Gate, advisory_locks, in_thread, replaced, terminate
 from tests.support.databases import Database
@@ -160,7 +160,7 @@ def test_nothing_is_written_while_standing_by(database: Database, candidate: Sta
     assert database.rows(query) == before
     assert database.rows("select 1 from pglock.beat_entries") == []
     # A try that is refused takes not even a transaction id; one that is won does.
-    statement = tables.statement(elections.ELECT, "pglock")
+    statement = table_names.statement(elections.ELECT, "pglock")
     given = {
         "namespace": "app",
         "node": "c:3",

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from celery_pglock import claims, errors, ledger, sessions, statements, transactions
+from celery_pglock import claims, errors, ledger, sessions, statements, working_transactions
 from tests.integration.workbench import (
     PERIOD,
     Gate,
@@ -573,7 +573,7 @@ def test_a_row_that_is_being_written_does_not_keep_the_loser_waiting(
         stranger.execute("begin")
         stranger.execute("update pglock.job_runs set reason = 'open transaction'")
     else:
-        transaction = transactions.WorkingTransaction(holder, LEDGER, work(), answer.claim)
+        transaction = working_transactions.WorkingTransaction(holder, LEDGER, work(), answer.claim)
         assert transaction.begin() is None
         assert LEDGER.settle(holder, work(), answer.claim, "done")  # and no COMMIT yet
         database.rows("select 1 from pglock.job_runs")

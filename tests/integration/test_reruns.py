@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import claims, errors, ledger, reruns, sessions, transactions
+from celery_pglock import claims, errors, ledger, reruns, sessions, working_transactions
 from tests.integration.workbench import PERIOD, Gate, Sessions, in_thread, row, terminate, work
 from tests.support.databases import Database
 from tests.support.processes import eventually
@@ -133,7 +133,7 @@ def test_what_is_being_run_is_refused_whatever_its_age(
     session = lock_sessions.open(database.url, level)
     answer = claim(session)
     assert isinstance(answer, claims.Claimed)
-    transaction = transactions.WorkingTransaction(session, LEDGER, work(), answer.claim)
+    transaction = working_transactions.WorkingTransaction(session, LEDGER, work(), answer.claim)
     if level == "transaction":
         assert transaction.begin() is None
     database.rows("update pglock.job_runs set started_at = now() - interval '1 day'")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import claims, keys, ledger, rescue, sessions, statements, transactions
+from celery_pglock import claims, keys, ledger, rescue, sessions, statements, working_transactions
 from tests.integration.workbench import (
     PERIOD,
     Gate,
@@ -225,7 +225,9 @@ def test_a_run_whose_lock_is_held_is_alive_however_long_it_lasts(
     claimed = LEDGER.claim(session, work(entry="report"), claim=uuid.uuid4())
     assert isinstance(claimed, claims.Claimed)
     if level == "transaction":
-        transaction = transactions.WorkingTransaction(session, LEDGER, work(), claimed.claim)
+        transaction = working_transactions.WorkingTransaction(
+            session, LEDGER, work(), claimed.claim
+        )
         assert transaction.begin() is None
     scene.database.rows("update pglock.job_runs set started_at = now() - interval '1 day'")
     for _ in range(3):
@@ -693,7 +695,9 @@ def claim_late(
             claimed = claim(rivals, work())
             assert isinstance(claimed, claims.Claimed)
             if level == "transaction":
-                transaction = transactions.WorkingTransaction(rivals, LEDGER, work(), claimed.claim)
+                transaction = working_transactions.WorkingTransaction(
+                    rivals, LEDGER, work(), claimed.claim
+                )
                 assert transaction.begin() is None
                 assert transaction.abandon("failed", "error", "no", None)
             else:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import claims, ledger, periods, retention, statements, tables
+from celery_pglock import claims, ledger, periods, retention, statements, table_names
 from tests.integration.workbench import Gate, Sessions, in_thread, replaced, row, work
 from tests.support.databases import Database
 from tests.support.processes import eventually
@@ -517,7 +517,7 @@ def explained(database: Database, most: int, generic: bool) -> dict[str, dict[st
         for child in node.get("Plans", []):
             collect(child)
 
-    statement = tables.statement(retention._PRUNE, "pglock")  # noqa: SLF001
+    statement = table_names.statement(retention._PRUNE, "pglock")  # noqa: SLF001
     parameters = {
         "keep": KEEP, "prefix": "app:", "job": "", "period": "", "most": most,
         "finished_at": dt.datetime(1, 1, 1, tzinfo=dt.UTC),

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from psycopg.rows import namedtuple_row
 from typing_extensions import override
 
-from celery_pglock import claims, errors, ledger, reruns, retention, sessions, transactions
+from celery_pglock import claims, errors, ledger, reruns, retention, sessions, working_transactions
 from tests.integration.workbench import Sessions, work
 from tests.support.databases import Database
 from tests.support.processes import eventually
@@ -76,7 +76,7 @@ class Holder:
     work: claims.Work
     claim: uuid.UUID
     session: sessions.Session
-    transaction: transactions.WorkingTransaction | None = None
+    transaction: working_transactions.WorkingTransaction | None = None
 
     @property
     def locked(self) -> bool:
@@ -235,7 +235,7 @@ def machine(  # noqa: C901 - one class, whose methods are simple
                 expected = "running"
             elif self.holds_name(holder.place):
                 expected = "held"
-            transaction = transactions.WorkingTransaction(
+            transaction = working_transactions.WorkingTransaction(
                 holder.session, LEDGER, holder.work, holder.claim
             )
             assert transaction.begin() == expected

@@ -18,7 +18,16 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_pglock import claims, connections, errors, guards, ledger, locks, sessions, transactions
+from celery_pglock import (
+    claims,
+    connections,
+    errors,
+    guards,
+    ledger,
+    locks,
+    sessions,
+    working_transactions,
+)
 from celery_pglock.demo.servers import PostgresServer, children
 from tests.integration.workbench import Sessions, advisory_locks, terminate, work
 from tests.support.databases import Database
@@ -174,7 +183,7 @@ def test_a_roles_idle_limit_does_not_end_a_working_transaction(
     records = ledger.Ledger()
     claimed = records.claim(session, work(), claim=uuid.uuid4())
     assert isinstance(claimed, claims.Claimed)
-    transaction = transactions.WorkingTransaction(session, records, work(), claimed.claim)
+    transaction = working_transactions.WorkingTransaction(session, records, work(), claimed.claim)
     assert transaction.begin() is None
     idle_until_a_bare_session_is_ended(impatient_role)
     assert transaction.open
@@ -444,7 +453,9 @@ def test_a_transaction_pooler_is_accepted_for_transaction_locks_and_nothing_is_l
             wanted = work(f"period-{number}")
             claimed = records.claim(session, wanted, claim=uuid.uuid4())
             assert isinstance(claimed, claims.Claimed)
-            transaction = transactions.WorkingTransaction(session, records, wanted, claimed.claim)
+            transaction = working_transactions.WorkingTransaction(
+                session, records, wanted, claimed.claim
+            )
             assert transaction.begin() is None
             assert transaction.complete()
             assert other.execute(SETTINGS.encode()).fetchall() == before
@@ -462,7 +473,7 @@ def test_transaction_locks_exclude_through_a_transaction_pooler(
     direct, pooled = (lock_sessions.open(target, "transaction") for target in (database.url, url))
     records = locks.NameLockOnly()
     first, second = (
-        transactions.WorkingTransaction(session, records, work(None), uuid.uuid4())
+        working_transactions.WorkingTransaction(session, records, work(None), uuid.uuid4())
         for session in (pooled, direct)
     )
     assert first.begin() is None

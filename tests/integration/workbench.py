@@ -125,7 +125,7 @@ def advisory_locks(database: Database) -> list[tuple[int, int]]:
     """Return (key, pid) of the advisory locks that are held in this database."""
     return [
         (key, pid)
-        for key, pid in database.rows(
+        for key, pid in database.ask(
             "select (classid::bigint << 32) | objid::bigint, pid from pg_locks"
             " where locktype = 'advisory' and granted and database ="
             " (select oid from pg_database where datname = current_database()) order by 1, 2"
@@ -135,7 +135,7 @@ def advisory_locks(database: Database) -> list[tuple[int, int]]:
 
 def row(database: Database, *columns: str, period: str = PERIOD, job: str = "app:report") -> Any:
     """Return these columns of a period's row, one value if it is one, None without a row."""
-    found = database.rows(
+    found = database.ask(
         f"select {', '.join(columns)} from pglock.job_runs where job = %s and period = %s",  # noqa: S608
         job,
         period,
@@ -147,7 +147,7 @@ def row(database: Database, *columns: str, period: str = PERIOD, job: str = "app
 
 def age(database: Database, seconds: float = 3.0) -> None:
     """Make all claims that much older: as if the time had passed."""
-    database.rows(
+    database.ask(
         "update pglock.job_runs set started_at = started_at - make_interval(secs => %s)", seconds
     )
 
@@ -155,6 +155,6 @@ def age(database: Database, seconds: float = 3.0) -> None:
 def terminate(database: Database, *pids: int) -> None:
     """End server processes, and wait until they have ended."""
     for pid in pids:
-        database.rows("select pg_terminate_backend(%s)", pid)
+        database.ask("select pg_terminate_backend(%s)", pid)
     query = "select 1 from pg_stat_activity where pid = any(%s)"
-    eventually(lambda: not database.rows(query, list(pids)), what="the server processes end")
+    eventually(lambda: not database.ask(query, list(pids)), what="the server processes end")

@@ -12,6 +12,7 @@ import pytest
 from psycopg import sql
 from psycopg.rows import TupleRow
 
+from tests.support.kept import KeptConnection
 from tests.support.servers import TestedPostgres
 
 SCHEMA = "pglock"
@@ -28,6 +29,7 @@ class Database:
     def __init__(self, name: str, url: str) -> None:
         self.name = name
         self.url = url
+        self._kept = KeptConnection(url)
         self._connections: list[psycopg.Connection[TupleRow]] = []
 
     def connect(self, **parameters: Any) -> psycopg.Connection[TupleRow]:
@@ -46,8 +48,13 @@ class Database:
             cursor = connection.execute(query.encode(), parameters or None)
             return cursor.fetchall() if cursor.description else []
 
+    def ask(self, query: str, *parameters: object) -> list[TupleRow]:
+        """Run a statement as `rows` does, on a connection that is kept: for who asks often."""
+        return self._kept.rows(query, *parameters)
+
     def close(self) -> None:
-        """Close the connections that `connect` opened."""
+        """Close the connections that `connect` and `ask` opened."""
+        self._kept.close()
         for connection in self._connections:
             connection.close()
 

@@ -18,6 +18,8 @@ from celery_pglock.demo.servers import children
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 30.0
+# Killed, a process could not write down which lines of it were run.
+MEASURED = bool({"COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"} & os.environ.keys())
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class Process:
     Attributes:
         pid: Its process id, which is also the id of its process group and its session.
         output_file: Where its standard output and error go.
+        graceful: Whether it may end by itself when the test is over.
     """
 
     def __init__(
@@ -72,9 +75,12 @@ class Process:
         env: Mapping[str, str],
         cwd: Path,
         account: children.Account | None,
+        *,
+        graceful: bool,
     ) -> None:
         self.command = command
         self.output_file = output_file
+        self.graceful = graceful
         self._process = children.spawn(command, log=output_file, cwd=cwd, env=env, account=account)
         self.pid = self._process.pid
 
@@ -163,6 +169,7 @@ class Processes:
         cwd: Path = REPOSITORY,
         name: str = "",
         account: children.Account | None = None,
+        graceful: bool = True,
     ) -> Process:
         """Start a command.
 
@@ -172,6 +179,7 @@ class Processes:
             cwd: Where it runs; by default in the repository, so that `tests.apps` is found.
             name: The name of the output file, for people; by default the program's.
             account: Whom it runs as, if not as we do.
+            graceful: Whether it may end by itself when the test is over.
         """
         words = [str(word) for word in command]
         number = len(self._started) + 1
@@ -185,28 +193,41 @@ class Processes:
             "TMPDIR": str(temporary),
             **(env or {}),
         }
-        process = Process(words, output_file, environment, cwd, account)
+        process = Process(words, output_file, environment, cwd, account, graceful=graceful)
         self._started.append(process)
         return process
 
     def python(
-        self, *arguments: str | Path, env: Mapping[str, str] | None = None, name: str = "python"
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        name: str = "python",
+        graceful: bool = True,
     ) -> Process:
         """Start this Python with arguments, such as `-c` and code, or `-m` and a module."""
-        return self.start(sys.executable, *arguments, env=env, name=name)
+        return self.start(sys.executable, *arguments, env=env, name=name, graceful=graceful)
 
     def celery(
         self, app: str, *arguments: str, env: Mapping[str, str] | None = None, name: str = ""
     ) -> Process:
         """Start `celery -A app …`, e.g. `celery("tests.apps.x", "worker", "-c", "2")`."""
         name = name or (arguments[0] if arguments else "celery")
-        return self.python("-m", "celery", "-A", app, *arguments, env=env, name=name)
+        return self.python(
+            "-m", "celery", "-A", app, *arguments, env=env, name=name, graceful=MEASURED
+        )
 
     def end(self, patience: float = 5.0) -> None:
-        """End everything: SIGTERM to each process, later SIGKILL to what is left of each."""
+        """End everything: SIGTERM to each process, later SIGKILL to what is left of each.
+
+        Workers and beats get SIGKILL at once: a worker takes seconds to end, and how they end is
+        seen by the tests that have them end.
+        """
         for process in self._started:
-            process.cont()
-            process.terminate()
+            if process.graceful:
+                process.cont()
+                process.terminate()
+            else:
+                process.kill(group=True)
         deadline = time.monotonic() + patience
         while any(process.running() for process in self._started) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from tests.support.databases import Database
+from tests.support.kept import KeptConnection
 from tests.support.processes import Process, Processes, eventually
 
 APP = "tests.apps.beat_app"
@@ -75,6 +76,7 @@ class Stage:
         settings: further settings of the application.
         extra: further variables of the environment.
         app: the module of the application.
+        kept: asks the database.
     """
 
     url: str
@@ -86,6 +88,7 @@ class Stage:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: dict[str, str] = dataclasses.field(default_factory=dict)
     app: str = APP
+    kept: KeptConnection
 
     def env(self) -> Mapping[str, str]:
         return {
@@ -113,8 +116,7 @@ class Stage:
         return worker
 
     def rows(self, query: str, *parameters: object) -> list[Any]:
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            return connection.execute(query.encode(), parameters or None).fetchall()
+        return self.kept.rows(query, *parameters)
 
     @contextlib.contextmanager
     def witness(self) -> Iterator[Witness]:
@@ -194,10 +196,12 @@ MakeStage = Callable[..., Stage]
 @pytest.fixture
 def make_stage(
     database: Database, processes: Processes, fresh_redis_url: str, queue_name: str
-) -> MakeStage:
+) -> Iterator[MakeStage]:
     """Makes a stage on a database of its own, or on the one that is given as `url`."""
+    asking: list[KeptConnection] = []
 
     def make(entries: dict[str, float], **given: Any) -> Stage:
+        asking.append(KeptConnection(given.get("url", database.url)))
         stage = Stage(
             **{
                 "url": database.url,
@@ -206,11 +210,13 @@ def make_stage(
                 "namespace": "stage",
                 "queue": queue_name,
                 "entries": entries,
+                "kept": asking[-1],
                 **given,
             }
         )
-        with psycopg.connect(stage.url, autocommit=True) as connection:
-            connection.execute(_TABLE)
+        stage.rows(_TABLE)
         return stage
 
-    return make
+    yield make
+    for connection in asking:
+        connection.close()

@@ -278,9 +278,8 @@ def test_the_result_of_a_skip_that_counts_as_success() -> None:
 
 
 def test_the_signals_and_their_arguments() -> None:
-    offered: list[Any] = [
-        value for value in vars(celery_pglock).values() if isinstance(value, Signal)
-    ]
+    named = [getattr(celery_pglock, name) for name in celery_pglock.__all__]
+    offered: list[Any] = [value for value in named if isinstance(value, Signal)]
     found = {signal.name: set(signal.providing_args) for signal in offered}
     assert found == SIGNALS
 
@@ -310,7 +309,11 @@ def test_the_commands_and_their_options() -> None:
 
 
 def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, set[str]]]:
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        assert command.name == name
         yield prefix + name, {word for option in command.params for word in option.opts}
         if isinstance(command, click.Group):
             yield from _commands(command, f"{prefix}{name} ")
