@@ -69,6 +69,11 @@ class Call:
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
     _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
+    @property
+    def ran(self) -> bool:
+        """Whether the body was begun."""
+        return bool(self._entered)
+
     def make(self) -> Any:
         """Run the body if the call may run; return its value or what stands for a skip.
 
