@@ -3,7 +3,8 @@
 A task is called as a worker's child calls it, and its message goes through no broker: `Here`
 executes it at once. A guard that takes its lock where the message is sent, as celery-once and
 celery-singleton do, takes it there too. What a guard costs is the difference to the task without
-one, so that what Celery itself does is in none of the figures.
+one (that of a refusal, to a task that ends its message without a result), so that what Celery itself
+does is in none of the figures.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import datetime as dt
 import random
 import statistics
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import psycopg
@@ -41,6 +42,7 @@ SELECTS: Final = "two SELECT 1"
 LOCK_AND_UNLOCK: Final = "bare lock and unlock"
 WRITES: Final = "two bare writes"
 SAME_WRITES: Final = "two bare writes of the same row"
+IGNORED: Final = "no guard, ended by Ignore"
 REFUSED: Final = "refused: done before"
 OVERLAP: Final = "refused: another run has the lock"
 ONCE_REFUSED: Final = "celery-once, refused"
@@ -48,7 +50,6 @@ SINGLETON_REFUSED: Final = "celery-singleton, refused"
 
 # What is called without a broker around it, and so has no task to be compared with.
 BARE: Final = (SELECT, SELECTS, LOCK_AND_UNLOCK, WRITES, SAME_WRITES)
-REFUSALS: Final = (REFUSED, OVERLAP, ONCE_REFUSED, SINGLETON_REFUSED)
 JOB: Final = "bench:entry"
 KEY: Final = 424242
 
@@ -97,20 +98,21 @@ def _calls(url: str, redis: str, samples: int, seed: int) -> Figures:
         ran = bench.calls[0] - before
     if ran != (wanted := len(bench.tasks) * (samples + warm_up)):
         raise RuntimeError(f"{ran} bodies ran, and not {wanted}")
-    plain = statistics.median(times[tasks.PLAIN])
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
     return {
-        name: {**summary(taken), "guard": _share(name, statistics.median(taken), plain)}
-        for name, taken in times.items()
+        name: {**summary(taken), "guard": _share(name, medians)} for name, taken in times.items()
     }
 
 
-def _share(name: str, median: float, plain: float) -> float | None:
+def _share(name: str, medians: Mapping[str, float]) -> float | None:
     """Return what of a call is its guard."""
-    if name in BARE:
+    if name in (*BARE, IGNORED):
         return None
-    # A peer refuses where the message would be sent: there is no call of which to take it off.
+    # A peer refuses where the message would be sent, so there is nothing to take off. Otherwise
+    # a refusal ends as a body does that raises Ignore, which costs Celery more than a result.
     sender = name in (ONCE_REFUSED, SINGLETON_REFUSED)
-    return float(f"{median if sender else median - plain:.4g}")
+    like = IGNORED if name in (REFUSED, OVERLAP) else tasks.PLAIN
+    return float(f"{medians[name] - (0.0 if sender else medians[like]):.4g}")
 
 
 @contextlib.contextmanager
@@ -235,7 +237,11 @@ def _refusals(bench: tasks.Application, holder: sessions.Session) -> _Acts:
         if singleton.apply_async((-7,)).id != "somebody":
             raise RuntimeError("celery-singleton did not refuse")
 
+    def ignored(number: int) -> None:
+        bench.ignoring.apply_async((number,))
+
     return {
+        IGNORED: ignored,
         REFUSED: done_before,
         OVERLAP: overlap,
         ONCE_REFUSED: once_refused,

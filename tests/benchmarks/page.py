@@ -88,7 +88,8 @@ def _guards(found: Figures) -> Iterator[str]:
     yield ""
     yield (
         "A task is called as a worker's child calls it, without a broker. What a guard costs is the"
-        " difference to the task without one; celery-once and celery-singleton take their locks"
+        " difference to the task without one, that of a refusal the difference to a task that raises"
+        " `Ignore`; celery-once and celery-singleton take their locks"
         " where the message is sent, and that is in their figures. Times are in microseconds."
     )
     yield ""

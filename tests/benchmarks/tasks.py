@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import celery
 from celery.app import trace
+from celery.exceptions import Ignore
 from celery_once import QueueOnce  # type: ignore[import-untyped]
 from celery_singleton import Singleton  # type: ignore[import-untyped]
 from typing_extensions import override
@@ -61,12 +62,14 @@ class Application:
         app: the application.
         tasks: by the name of the guard.
         held: one with a ledger whose lock is called `HELD`.
+        ignoring: one without a guard that ends its message without a result.
         calls: how many bodies have run in this process.
     """
 
     app: celery.Celery
     tasks: dict[str, Any]
     held: Any
+    ignoring: Any
     calls: list[int]
 
 
@@ -105,8 +108,13 @@ def application(database: str, broker: str, locks: str, *base: type) -> Applicat
 
     tasks = {name: make(name, bases, **options) for name, (bases, options) in guards.items()}
     held = make(HELD, (LockedTask, *base), lock_name=HELD)
+
+    def ignore(_: int) -> None:
+        raise Ignore
+
+    ignoring = app.task(base=(base or (celery.Task,))[0], name="ignoring", shared=False)(ignore)
     app.finalize()
-    return Application(app, tasks, held, calls)
+    return Application(app, tasks, held, ignoring, calls)
 
 
 def _copied(body: Callable[[int], int]) -> Callable[[int], int]:
