@@ -11,6 +11,8 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
+import kombu
+
 from celery_pglock import schema
 from tests.benchmarks import schedulers
 from tests.benchmarks.measuring import Figures, Ground, apart, own_database, summary
@@ -26,6 +28,9 @@ COMPARED: Final = 10_000
 # Entries, and who gets them: with 100,000 the others do not start in the time there is.
 SIZES: Final = (100, 1_000, COMPARED, 100_000)
 LARGEST_OF_PEERS: Final = {STOCK: 100_000, REDBEAT: 10_000, DJANGO: 10_000, LOOP: 100_000}
+
+# Measured too where it is there.
+RABBITMQ: Final = "amqp://guest:guest@127.0.0.1:5672//"
 
 # Seconds that a start, the idle ticks of a turn, and a burst may take.
 START: Final = 45.0
@@ -43,18 +48,29 @@ def measure(ground: Ground) -> Figures:
         ground.say(f"(b) {size:,} entries: {', '.join(kinds)}")
         rounds = ground.few(5 if size == compared else 2 if size < compared else 1, 1)
         found["sizes"][str(size)] = _of_size(ground, size, kinds, rounds)
-    found["rabbitmq"] = None
+    if not ground.quick and _answers(RABBITMQ):
+        ground.say(f"(b) {compared:,} entries, on RabbitMQ: {OURS}, {LOOP}")
+        found["rabbitmq"] = _of_size(ground, compared, [OURS, LOOP], 5, RABBITMQ)
     return found
 
 
-def _of_size(ground: Ground, size: int, kinds: list[str], rounds: int) -> Figures:
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), kombu.Connection(url, connect_timeout=2) as connection:
+        connection.connect()
+        return True
+    return False
+
+
+def _of_size(
+    ground: Ground, size: int, kinds: list[str], rounds: int, broker: str | None = None
+) -> Figures:
     with contextlib.ExitStack() as stack:
         children: dict[str, ProcessPoolExecutor] = {}
         found: Figures = {}
         for number, kind in enumerate(kinds):
             url = stack.enter_context(own_database(ground.server))
             schema.migrate(url)
-            place = schedulers.Place(url, ground.redis_database(6 + number), size)
+            place = schedulers.Place(url, broker or ground.redis_database(6 + number), size)
             children[kind] = stack.enter_context(apart())
             children[kind].submit(schedulers.Child.make, kind, place).result()
             before = _told(children[kind], "memory")
@@ -71,8 +87,7 @@ def _of_size(ground: Ground, size: int, kinds: list[str], rounds: int) -> Figure
                 if found[kind]["first start"] is not None:
                     _turn(children[kind], found[kind], kind, ground)
         for child in children.values():
-            _told(child, "purge")
-            _told(child, "close")
+            _told(child, "leave")
     return {kind: _figures(of_kind) for kind, of_kind in found.items()}
 
 

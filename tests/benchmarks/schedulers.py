@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import logging
+import os
 import signal
 import tempfile
 import time
@@ -29,6 +30,8 @@ from celery_pglock import LockedTask, beat
 from tests.benchmarks.measuring import memory
 
 TASK: Final = "bench.job"
+# A broker may be one that others use too.
+QUEUE: Final = f"pglock-bench-{os.getpid()}"
 DAY: Final = 86400.0
 # Between the election and the instant at which all entries are due, so that they are planned.
 TAKE_OVER: Final = 2.0
@@ -77,7 +80,7 @@ class Subject(abc.ABC):
             pglock_rescue_sent_after=None,
             pglock_rescue_lost_after=None,
             redbeat_redis_url=place.broker,
-            task_default_queue="bench",
+            task_default_queue=QUEUE,
             result_expires=None,
             beat_schedule=self.configured(),
         )
@@ -128,7 +131,15 @@ class Subject(abc.ABC):
     def purge(self) -> int:
         """Empty the queue; return how many messages were in it."""
         with self.app.connection_for_write() as connection:
-            return int(connection.default_channel.queue_purge("bench") or 0)
+            queue = self.app.amqp.queues[QUEUE](connection.default_channel)
+            queue.declare()
+            return int(queue.purge() or 0)
+
+    def leave(self) -> None:
+        """Close, and leave nothing at the broker."""
+        self.close()
+        with self.app.connection_for_write() as connection:
+            self.app.amqp.queues[QUEUE](connection.default_channel).delete()
 
     def close(self) -> None:
         if self.scheduler is not None:
