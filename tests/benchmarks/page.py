@@ -142,9 +142,9 @@ def _beats(found: Figures) -> Iterator[str]:
     yield ""
     yield (
         "Each scheduler has a process of its own, and its entries are each due once a day. A burst"
-        f" is that all of them fall due at once; it is ended after {found['limit']:g} s, and the"
-        " messages that the broker has by then are counted. Memory is what the scheduler and its"
-        " entries add to a process that has imported everything."
+        f" is that all of them fall due at once; of {_cut(found['cut'])}, which send at one rate,"
+        " it is cut short. The messages that the broker has then are counted. Memory is what the"
+        " scheduler and its entries add to a process that has imported everything."
     )
     yield ""
     for size, of_size in found["sizes"].items():
@@ -167,6 +167,10 @@ def _beats(found: Figures) -> Iterator[str]:
         )
     yield "![Messages a second in a burst](performance-bursts.svg)"
     yield ""
+
+
+def _cut(cut: dict[str, float]) -> str:
+    return " and ".join(f"{kind} ({seconds:g} s)" for kind, seconds in cut.items())
 
 
 def _beat(kind: str, row: Figures) -> tuple[str, ...]:
