@@ -35,7 +35,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test chaos-tests types docs chaos bench demo clean
+.PHONY: setup lint test chaos-tests types docs screenshots chaos bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -70,6 +70,10 @@ lint: setup
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(MAKE) --no-print-directory docs
 
+# From a live application, in a real browser: needs chromium and chromium-driver.
+screenshots: setup
+	PYTHONPATH=. $(BIN)/python docs/screenshots/take.py
+
 clean:
 	rm -rf $(VENV) build dist htmlcov docs/_build .coverage .coverage.* \
 		.hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -87,6 +91,6 @@ $(made):
 	@touch $@
 
 $(installed): | $(made)
-	$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[demo,metrics,web]' --group dev
 	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -253,8 +253,8 @@ class Call:
             case "postpone":
                 raise messages.drop()
             case "skip":
-                self._record_skip(executor, work, refused, reason)
-                return self._skip(delivery, work, refused, reason)
+                skips = self._record_skip(executor, work, refused, reason)
+                return self._skip(delivery, work, refused, reason, skips)
 
     def _record_skip(
         self,
@@ -262,14 +262,17 @@ class Call:
         work: claims.Work,
         refused: claims.Refused,
         reason: str,
-    ) -> None:
+    ) -> int | None:
+        """Record a skip; return how many there were in a row, where that is known."""
         records = executor.records
         if not isinstance(records, ledger.Ledger):
-            return
+            return None
+        skips = None
         if refused.kind == "held":
-            executor.tell(lambda session: records.skip(session, work, reason))
+            skips = executor.tell(lambda session: records.skip(session, work, reason))
         if work.origin is not None:
             executor.tell(lambda session: records.close_origin(session, work, reason))
+        return skips
 
     def _skip(
         self,
@@ -277,8 +280,17 @@ class Call:
         work: claims.Work,
         refused: claims.Refused,
         reason: str,
+        skips: int | None,
     ) -> Any:
-        events.skipped(self.task, work, refused, reason, redelivered=delivery.redelivered)
+        events.skipped(
+            self.task,
+            work,
+            refused,
+            reason,
+            redelivered=delivery.redelivered,
+            skips=skips,
+            alarm=self.config.warn_after_skips,
+        )
         checkins.end(self.task, settled=refusals.settled(refused))
         return outcomes.skip(self.task, delivery, work, reason, self._option("skip_state"))
 

@@ -117,6 +117,8 @@ class Holder:
         task_id: its message.
         node: its worker.
         started_at: since when.
+        session_since: since when its session exists: the lock is not older. Of another role's
+            session it is hidden.
     """
 
     pid: int
@@ -126,6 +128,7 @@ class Holder:
     task_id: str | None = None
     node: str | None = None
     started_at: dt.datetime | None = None
+    session_since: dt.datetime | None = None
 
     @property
     def ours(self) -> bool:

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("celery_pglock.task")
 
+# A job that is skipped so many times as often as is worth a warning does not run any more.
+_ERROR_TIMES: Final = 5
+
 #: Sent with the locks held, before the body. Arguments: ``run``.
 run_started = Signal(name="run_started", providing_args=["run"])
 #: Sent after the locks are given back. Arguments: ``run``, ``status``, ``exception``.
 run_finished = Signal(name="run_finished", providing_args=["run", "status", "exception"])
 #: Sent when a call does not run. Arguments: ``job``, ``period``, ``reason``, ``kind``,
-#: ``task_id``.
+#: ``task_id``, ``skips``.
 run_skipped = Signal(
-    name="run_skipped", providing_args=["job", "period", "reason", "kind", "task_id"]
+    name="run_skipped", providing_args=["job", "period", "reason", "kind", "task_id", "skips"]
 )
 #: Sent when the same message was sent again for later. Arguments: ``job``, ``period``,
 #: ``reason``, ``number``, ``countdown``, ``task_id``.
@@ -83,12 +86,27 @@ def skipped(
     reason: str,
     *,
     redelivered: bool,
+    skips: int | None,
+    alarm: int | None,
 ) -> None:
-    """Tell that a call does not run, why, and who holds the lock."""
+    """Tell that a call does not run, why, and who holds the lock.
+
+    Args:
+        task: the task.
+        work: what was to be run.
+        refused: why it was not.
+        reason: the same as a sentence.
+        redelivered: by the broker.
+        skips: how many periods in a row were skipped since one was run, where that is known.
+        alarm: from how many on it is a warning, and from five times as many an error; None: never.
+    """
     holder = refused.holder
     before = refused.before
-    _log.info(
-        "run skipped: task %s[%s] of %s: %s",
+    level = _skip_level(skips, alarm)
+    _log.log(
+        level,
+        "run skipped%s: task %s[%s] of %s: %s",
+        "" if level == logging.INFO else f", {skips} times in a row without a run",
         work.task,
         work.task_id,
         _named(work.job, work.period),
@@ -106,6 +124,9 @@ def skipped(
             holder_pid=holder.pid if holder else before and before.backend_pid,
             holder_task_id=holder.task_id if holder else before and before.task_id,
             holder_started_at=holder.started_at if holder else before and before.started_at,
+            holder_application=holder and holder.application,
+            holder_session_since=holder and holder.session_since,
+            skips=skips,
         ),
     )
     run_skipped.send(
@@ -115,6 +136,7 @@ def skipped(
         reason=reason,
         kind=refused.kind,
         task_id=work.task_id,
+        skips=skips,
     )
 
 
@@ -210,6 +232,12 @@ def long(run: runs.Run, seconds: float) -> None:
 def warn(event: str, text: str, *args: str) -> None:
     """Log a warning with an event name."""
     _log.warning(text, *args, extra={"event": event})
+
+
+def _skip_level(skips: int | None, alarm: int | None) -> int:
+    if skips is None or alarm is None or skips < alarm:
+        return logging.INFO
+    return logging.WARNING if skips < alarm * _ERROR_TIMES else logging.ERROR
 
 
 def _fields(event: str, job: str, period: str | None, **fields: object) -> dict[str, object]:

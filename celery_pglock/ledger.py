@@ -179,12 +179,18 @@ class Ledger:
             {"job": work.job, "period": work.period, "claim": claim, "reason": reason},
         )
 
-    def skip(self, session: sessions.Session, work: claims.Work, reason: str) -> None:
-        """Record that a period did not run; a row that is more than ``sent`` is left alone."""
-        session.execute(
+    def skip(self, session: sessions.Session, work: claims.Work, reason: str) -> int:
+        """Record that a period did not run; a row that is more than ``sent`` is left alone.
+
+        Returns:
+            How many periods of the job were skipped in a row since one was run, with this one;
+            no more than a bounded number is looked at.
+        """
+        answer = session.execute(
             statements.statement(statements.SKIP, self.schema),
             {**_parameters(work), "reason": reason},
         )
+        return int(answer.skips)
 
     def postpone(
         self, session: sessions.Session, work: claims.Work, number: int, reason: str

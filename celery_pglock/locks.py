@@ -50,7 +50,8 @@ _UNLOCK: Final = (
 _IS_FREE: Final = b"select pg_catalog.pg_try_advisory_xact_lock(%(key)s::bigint) as free"
 _HOLDER: Final = (
     sql.SQL(
-        "select l.pid, a.application_name as application from pg_catalog.pg_locks l"
+        "select l.pid, a.application_name as application, a.backend_start"
+        " from pg_catalog.pg_locks l"
         " left join pg_catalog.pg_stat_activity a on a.pid = l.pid where {} limit 1"
     )
     .format(HELD_BY)
@@ -102,7 +103,9 @@ def holder(session: sessions.Session, key: int) -> claims.Holder | None:
     ``application_name`` is visible to every role; nothing else of another role's session is.
     """
     row = session.execute(_HOLDER, {"key": key})
-    return None if row is None else claims.Holder(row.pid, row.application)
+    if row is None:
+        return None
+    return claims.Holder(row.pid, row.application, session_since=row.backend_start)
 
 
 def refuse_again(session: sessions.Session, keys: AbstractSet[int]) -> None:

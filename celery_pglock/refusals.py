@@ -148,11 +148,14 @@ def _held(work: claims.Work, holder: claims.Holder | None) -> str:
             f"{holder.task_id} on {holder.node}, since {_moment(holder.started_at)}, backend "
             f"{holder.pid})"
         )
+    since = ""
+    if holder.session_since is not None:
+        since = f", connected since {_moment(holder.session_since)}"
     if holder.ours:
-        return f"{lock} is held by {holder.application} (backend {holder.pid})"
+        return f"{lock} is held by {holder.application} (backend {holder.pid}{since})"
     return (
         f"{lock} (key {work.name_key}) is held by a session that is not of celery-pglock: "
-        f"application {holder.application!r}, backend {holder.pid}"
+        f"application {holder.application!r}, backend {holder.pid}{since}"
     )
 
 

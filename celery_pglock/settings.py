@@ -50,6 +50,7 @@ class Settings:
         retention: ``pglock_retention``, in seconds; None: nothing is ever deleted.
         rescue_sent_after: ``pglock_rescue_sent_after``, in seconds; None: never.
         rescue_lost_after: ``pglock_rescue_lost_after``, in seconds; None: never.
+        warn_after_skips: ``pglock_warn_after_skips``; None: never.
         zone: the application's time zone, in which calendar periods are counted.
         options: the defaults of the task options.
     """
@@ -66,6 +67,7 @@ class Settings:
     retention: float | None
     rescue_sent_after: float | None
     rescue_lost_after: float | None
+    warn_after_skips: int | None
     zone: dt.tzinfo
     options: Mapping[str, Any]
     django_alias: str | None = None
@@ -234,6 +236,7 @@ _NAMES: Final = (
     "retention",
     "rescue_sent_after",
     "rescue_lost_after",
+    "warn_after_skips",
     *OPTION_DEFAULTS,
 )
 
@@ -287,6 +290,7 @@ def _load(app: Celery) -> Settings:
         retention=limit("retention", _MONTH, 60.0),
         rescue_sent_after=limit("rescue_sent_after", 900.0, 1.0),
         rescue_lost_after=limit("rescue_lost_after", 60.0, 1.0),
+        warn_after_skips=_warn_after_skips(get("warn_after_skips", 3)),
         zone=app.timezone,
         options=MappingProxyType(
             {
@@ -325,6 +329,15 @@ def _django_alias(alias: object, url: connections.Target | None) -> str | None:
         )
         raise errors.ConfigurationError(msg)
     return alias
+
+
+def _warn_after_skips(value: object) -> int | None:
+    if value is None:
+        return None
+    if (number := whole(value, "pglock_warn_after_skips")) < 1:
+        msg = "pglock_warn_after_skips must be at least 1, or None for no warning; got 0"
+        raise errors.ConfigurationError(msg)
+    return number
 
 
 def _path(value: object, name: str) -> str | None:

@@ -185,15 +185,44 @@ where job = %(job)s::text and period = %(period)s::text and claim = %(claim)s::u
  and status || '' = 'running'
 """
 
-SKIP: Final = """
-insert into {runs} as r (job, period, due_at, status, name_key, task, task_id, entry, node, term,
+# How far back a skip looks for a run.
+SKIPS_COUNTED: Final = 100
+_SETTLED_LOOKED_AT: Final = 1000
+
+# How many periods in a row were skipped since one was run is counted in the same statement: by the
+# labels, which stand in the index in their order. Random ones (``id:…``) are looked for among the
+# rows that were settled last. Both are bounded.
+SKIP: Final = f"""
+with w as (
+insert into {{runs}} as r (job, period, due_at, status, name_key, task, task_id, entry, node, term,
  finished_at, reason)
 values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'skipped',
  %(name_key)s::bigint, %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text,
  %(term)s::bigint, pg_catalog.clock_timestamp(), %(reason)s::text)
 on conflict (job, period) do update set status = 'skipped', reason = excluded.reason,
- node = excluded.node, finished_at = excluded.finished_at
+ name_key = excluded.name_key, node = excluded.node, finished_at = excluded.finished_at
 where r.status = 'sent'
+), e as (
+ (select r.status, pg_catalog.row_number() over (order by r.period desc) as place from {{runs}} r
+  where r.job = %(job)s::text and r.period < %(period)s::text
+   and not pg_catalog.starts_with(%(period)s::text, 'id:')
+  order by r.period desc limit {SKIPS_COUNTED})
+ union all
+ (select t.status, pg_catalog.row_number() over (order by t.moment desc) as place from (
+  (select r.job, r.period, r.status, r.finished_at as moment from {{runs}} r
+   where r.status in ('done', 'failed', 'skipped', 'missed') and r.finished_at is not null
+    and pg_catalog.starts_with(%(period)s::text, 'id:')
+   order by r.finished_at desc limit {_SETTLED_LOOKED_AT})
+  union all
+  select r.job, r.period, r.status, r.started_at from {{runs}} r
+  where r.status in ('running', 'retrying') and pg_catalog.starts_with(%(period)s::text, 'id:')
+  ) t where t.job = %(job)s::text and pg_catalog.starts_with(t.period, 'id:')
+  order by t.moment desc limit {SKIPS_COUNTED})
+), f as (
+ select e.status, pg_catalog.bool_or(e.status not in ('sent', 'skipped', 'missed'))
+  over (order by e.place) as ran from e
+)
+select 1 + pg_catalog.count(*) filter (where f.status = 'skipped' and not f.ran) as skips from f
 """
 
 POSTPONE: Final = """
@@ -203,6 +232,7 @@ values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'sent', %(name
  %(task)s::text, %(task_id)s::text, %(entry)s::text, %(node)s::text, %(term)s::bigint,
  pg_catalog.clock_timestamp(), %(number)s::integer, %(reason)s::text)
 on conflict (job, period) do update set postponements = excluded.postponements,
+ name_key = coalesce(r.name_key, excluded.name_key),
  sent_at = case when r.status = 'sent' then excluded.sent_at else r.sent_at end
 where r.postponements < excluded.postponements
  and r.status in ('sent', 'running', 'retrying', 'failed')
@@ -216,7 +246,8 @@ where status in ('sent', 'running', 'retrying') and (status <> 'running' or %(ru
 """
 
 HOLDER: Final = """
-select l.pid, a.application_name as application, r.job, r.period, r.task_id, r.node, r.started_at
+select l.pid, a.application_name as application, r.job, r.period, r.task_id, r.node, r.started_at,
+ a.backend_start as session_since
 from pg_catalog.pg_locks l left join pg_catalog.pg_stat_activity a on a.pid = l.pid
 left join {runs} r on r.name_key = %(key)s::bigint and r.status = 'running'
 where {held_by}

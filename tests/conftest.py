@@ -8,6 +8,7 @@ pytest_plugins = [
     "celery_pglock.testing",
     "tests.support.requirements",
     "tests.support.servers",
+    "tests.support.browser",
     "tests.support.clocks",
     "tests.support.commands",
     "tests.support.databases",

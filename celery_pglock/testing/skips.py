@@ -81,6 +81,7 @@ class _Told:
 
     def skipped(self, *, sender: Any, kind: str, reason: str, **told: Any) -> None:
         told.pop("signal")
+        told.pop("skips")  # of the history, not of this run
         self.skips.append({"kind": kind, "reason": reason, **told})
         self.sentences.append(f"{sender.name} was skipped (kind {kind!r}: {reason})")
 

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import celery
 import psycopg
 import pytest
 from psycopg import sql
 
 from celery_pglock import schema
 from celery_pglock.demo.servers import PostgresServer
+from tests.support import commands as in_process
 from tests.support.databases import Database
 from tests.support.processes import Process, Processes, eventually
 
@@ -81,6 +83,14 @@ class Commands:
 
     def pglock(self, *arguments: str, app: str = GOOD, **settings: Any) -> Ended:
         return ended(self.start_pglock(*arguments, app=app, **settings))
+
+    @staticmethod
+    def in_this_process(*arguments: str, **settings: Any) -> Ended:
+        """Run a `pglock` command where what it shows matters, and not how it is started."""
+        app = celery.Celery("bad", set_as_current=False)
+        app.conf.update(settings)
+        shown = in_process.pglock(app, *arguments)
+        return Ended(shown.code, shown.output)
 
     def without_app(self, *arguments: str) -> Ended:
         return ended(self._processes.python("-m", "celery", *arguments))
@@ -536,7 +546,7 @@ def recorded(database: Database) -> Database:
 def test_runs_are_shown_newest_first_and_of_this_application_only(
     commands: Commands, recorded: Database, arguments: tuple[str, ...], task_ids: list[str]
 ) -> None:
-    shown = commands.pglock("runs", "--json", *arguments, pglock_database_url=recorded.url)
+    shown = commands.in_this_process("runs", "--json", *arguments, pglock_database_url=recorded.url)
     assert shown.code == 0
     assert [run["task_id"] for run in json.loads(shown.output)] == task_ids
 
@@ -583,4 +593,4 @@ def test_runs_as_a_table_say_what_ran_and_why_not(commands: Commands, recorded: 
 def test_a_wrong_command_line_is_told_with_exit_code_2(
     commands: Commands, database: Database, arguments: tuple[str, ...], word: str
 ) -> None:
-    commands.pglock(*arguments, pglock_database_url=database.url).says(word, 2)
+    commands.in_this_process(*arguments, pglock_database_url=database.url).says(word, 2)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import celery
+import celery.beat
 import pytest
 
 from celery_pglock import schema

@@ -216,8 +216,11 @@ def test_a_lock_name_held_by_somebody_else_is_told_apart(
     session = lock_sessions.open(database.url)
     assert refused(session).kind == "held"
     found = LEDGER.holder(session, work())
-    assert found == claims.Holder(stranger.info.backend_pid, "psql")
+    assert found is not None
+    assert (found.pid, found.application, found.job) == (stranger.info.backend_pid, "psql", None)
     assert not found.ours
+    started = "select backend_start from pg_stat_activity where pid = %s"
+    assert database.rows(started, found.pid) == [(found.session_since,)]
     stranger.close()
     eventually(lambda: LEDGER.holder(session, work()) is None, what="the lock is free")
     claimed(session)

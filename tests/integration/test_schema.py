@@ -345,7 +345,7 @@ def test_the_script_makes_what_migrate_makes(
     assert schema.migrate(blank_database.url, name) == []
 
 
-def test_a_wheel_holds_the_migrations(tmp_path: Path) -> None:
+def test_a_wheel_holds_what_is_no_module(tmp_path: Path) -> None:
     require(find_spec("hatchling"), "hatchling (pip install hatchling)")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
@@ -354,4 +354,6 @@ def test_a_wheel_holds_the_migrations(tmp_path: Path) -> None:
         found = archive.namelist()
     assert {f"celery_pglock/migrations/{name}.sql" for name in NAMES} <= set(found)
     assert "celery_pglock/py.typed" in found
+    page = {f"celery_pglock/page/{name}" for name in ("page.html", "script.js", "style.css")}
+    assert {*page, "celery_pglock/alerts.yml"} <= set(found)
     assert not [name for name in found if name.startswith("tests/")]

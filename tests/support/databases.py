@@ -29,7 +29,7 @@ class Database:
     def __init__(self, name: str, url: str) -> None:
         self.name = name
         self.url = url
-        self._kept = KeptConnection(url)
+        self._kept: KeptConnection | None = None
         self._connections: list[psycopg.Connection[TupleRow]] = []
 
     def connect(self, **parameters: Any) -> psycopg.Connection[TupleRow]:
@@ -49,12 +49,22 @@ class Database:
             return cursor.fetchall() if cursor.description else []
 
     def ask(self, query: str, *parameters: object) -> list[TupleRow]:
-        """Run a statement as `rows` does, on a connection that is kept: for who asks often."""
-        return self._kept.rows(query, *parameters)
+        """Run a statement as `rows` does, within `kept` on one connection: for who asks often."""
+        ask = self.rows if self._kept is None else self._kept.rows
+        return ask(query, *parameters)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep a connection for `ask` for the length of a block."""
+        self._kept = KeptConnection(self.url)
+        try:
+            yield
+        finally:
+            self._kept.close()
+            self._kept = None
 
     def close(self) -> None:
-        """Close the connections that `connect` and `ask` opened."""
-        self._kept.close()
+        """Close the connections that `connect` opened."""
         for connection in self._connections:
             connection.close()
 
@@ -80,6 +90,13 @@ def read_database(postgres_server: TestedPostgres, template_database: str) -> It
         yield database
 
 
+@pytest.fixture(scope="module")
+def read_blank_database(postgres_server: TestedPostgres) -> Iterator[Database]:
+    """An empty database, in which the tests of a module only read."""
+    with _database(postgres_server, template="template1") as database:
+        yield database
+
+
 @pytest.fixture(scope="session")
 def template_database(postgres_server: TestedPostgres) -> Iterator[str]:
     """The name of the database that `database` copies; nobody else may be connected to it."""
@@ -99,7 +116,8 @@ def _database(server: TestedPostgres, *, template: str) -> Iterator[Database]:
         admin.execute(create.format(sql.Identifier(name), sql.Identifier(template)))
     database = Database(name, server.url(name))
     try:
-        yield database
+        with database.kept():
+            yield database
     finally:
         database.close()
         # A connection of its own: the one above would be idle for as long as the test runs.

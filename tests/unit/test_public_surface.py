@@ -15,7 +15,7 @@ from celery.bin.celery import celery
 from celery.utils.dispatch import Signal
 
 import celery_pglock
-from celery_pglock import cli, options, outcomes, runs, settings, task, testing
+from celery_pglock import cli, metrics, options, outcomes, page, runs, settings, task, testing
 
 NAMES = [
     "ConfigurationError",
@@ -106,6 +106,7 @@ SETTINGS = {
     "schema",
     "skip_state",
     "standby_poll",
+    "warn_after_skips",
 }
 SIGNALS = {
     "leadership_gained": {"namespace", "term", "node", "before"},
@@ -115,7 +116,7 @@ SIGNALS = {
     "occurrence_sent": {"entry", "task", "due", "task_id"},
     "run_finished": {"run", "status", "exception"},
     "run_postponed": {"job", "period", "reason", "number", "countdown", "task_id"},
-    "run_skipped": {"job", "period", "reason", "kind", "task_id"},
+    "run_skipped": {"job", "period", "reason", "kind", "task_id", "skips"},
     "run_started": {"run"},
 }
 EVENTS = {
@@ -165,8 +166,8 @@ EVENTS = {
 }
 COMMANDS = {
     "doctor": {"--json"},
-    "locks": {"--all", "--json"},
-    "entries": {"--json"},
+    "locks": {"--all", "--utc", "--json"},
+    "entries": {"--utc", "--json"},
     "entries add": {
         "entry",
         "task",
@@ -178,17 +179,29 @@ COMMANDS = {
         "--kwargs",
         "--options",
         "--replace",
+        "--dry-run",
+        "--json",
     },
-    "entries remove": {"entry"},
-    "migrate": {"--sql", "--check"},
-    "pause": {"entry", "--for", "--reason"},
-    "prune": {"--dry-run"},
-    "rerun": {"job", "period", "--force", "--args", "--kwargs"},
-    "resign": set(),
-    "resume": {"entry"},
-    "runs": {"--job", "--status", "--limit", "--json"},
-    "status": {"--json"},
-    "trigger": {"entry"},
+    "entries remove": {"entry", "--dry-run", "--yes", "--json"},
+    "migrate": {"--sql", "--check", "--verbose", "--json"},
+    "pause": {"entry", "--for", "--reason", "--dry-run", "--utc", "--json"},
+    "prune": {"--dry-run", "--yes", "--verbose", "--json"},
+    "rerun": {
+        "job",
+        "period",
+        "--force",
+        "--args",
+        "--kwargs",
+        "--dry-run",
+        "--yes",
+        "--json",
+    },
+    "resign": {"--dry-run", "--json"},
+    "resume": {"entry", "--dry-run", "--json"},
+    "runs": {"--job", "--status", "--since", "--limit", "--utc", "--json"},
+    "status": {"--utc", "--json"},
+    "trigger": {"entry", "--dry-run", "--json"},
+    "web": {"--host", "--port", "-o", "--output"},
 }
 
 
@@ -317,6 +330,16 @@ def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, set[s
         yield prefix + name, {word for option in command.params for word in option.opts}
         if isinstance(command, click.Group):
             yield from _commands(command, f"{prefix}{name} ")
+
+
+def test_what_serves_and_measures() -> None:
+    assert page.__all__ == ["wsgi"]
+    for function, names in (
+        (page.wsgi, ["app"]),
+        (metrics.LedgerCollector, ["config"]),
+        (metrics.exposition, ["config"]),
+    ):
+        assert list(inspect.signature(function).parameters) == names
 
 
 def test_the_commands_belong_to_the_celery_command() -> None:

@@ -1,8 +1,11 @@
-"""The admin, with the runs and the schedule in it."""
+"""The admin, with the runs and the schedule in it, and the page that shows them."""
 
 from __future__ import annotations
 
 from django.contrib import admin
-from django.urls import path
+from django.urls import include, path
 
-urlpatterns = [path("admin/", admin.site.urls)]
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("pglock/", include("celery_pglock.contrib.django.urls")),
+]
