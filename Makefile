@@ -4,6 +4,8 @@
 #   make test WORKERS=0 ARGS=-s  in one process, with what the tests print
 #   make chaos                   ten minutes of faults, a history, and its verdict in one line
 #   make chaos SEED=7            what was done then, and when; RECORD=1 writes the evidence page
+#   make bench                   what it costs, beside its peers; writes the page about performance
+#   make bench ARGS=--quick      the same small, in two minutes, written to build/
 #   make chaos-tests             the tests that take minutes, or are the same on a second broker
 #   make packaged-tests          the wheel, the tutorial and the types, each in a fresh environment
 #   make lint                    everything that reads the code without running it
@@ -34,7 +36,7 @@ project_key := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 made := $(VENV)/.made-$(python_key)
 installed := $(VENV)/.installed-$(python_key)-$(project_key)
 
-.PHONY: setup lint test chaos-tests packaged-tests types docs screenshots chaos demo clean
+.PHONY: setup lint test chaos-tests packaged-tests types docs screenshots chaos demo clean bench
 .DEFAULT_GOAL := test
 
 setup: $(installed)
@@ -51,6 +53,9 @@ packaged-tests: setup
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record) $(ARGS)
+
+bench: setup
+	@$(BIN)/python -m tests.benchmarks $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 demo: setup
 	@$(BIN)/python -m celery_pglock.demo $(ARGS)

@@ -69,6 +69,11 @@ class Call:
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
     _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
+    @property
+    def ran(self) -> bool:
+        """Whether the body was begun."""
+        return bool(self._entered)
+
     def make(self) -> Any:
         """Run the body if the call may run; return its value or what stands for a skip.
 
@@ -123,15 +128,15 @@ class Call:
         now: dt.datetime | None = None
         while True:
             who = identifier.identify(delivery, unclaimed.name, now)
-            work = dataclasses.replace(
-                unclaimed,
-                job=who.job,
-                period=who.period,
-                run_key=keys.of_run(self.config.namespace, who.job, who.period)
-                if who.period is not None
-                else None,
-                origin=self._origin(delivery, who),
-            )
+            work = unclaimed
+            if who.period is not None:
+                work = dataclasses.replace(
+                    unclaimed,
+                    job=who.job,
+                    period=who.period,
+                    run_key=keys.of_run(self.config.namespace, who.job, who.period),
+                    origin=self._origin(delivery, who.job, who.period),
+                )
             if delivery.seen == 0 and work.origin is not None:
                 work = self._seen(executor, work)
             answer = self._execute(executor, delivery, work, who.window)
@@ -141,16 +146,14 @@ class Call:
                 return self._refused(executor, delivery, work, answer)
             now = answer.now
 
-    def _origin(
-        self, delivery: messages.Delivery, who: identity.Identity
-    ) -> tuple[str, str] | None:
-        if who.period is None or delivery.entry is None or delivery.due is None:
+    def _origin(self, delivery: messages.Delivery, job: str, period: str) -> tuple[str, str] | None:
+        if delivery.entry is None or delivery.due is None:
             return None
         origin = (
             f"{self.config.namespace}:{delivery.entry}",
             periods.occurrence(delivery.due),
         )
-        return None if origin == (who.job, who.period) else origin
+        return None if origin == (job, period) else origin
 
     def _seen(self, executor: execution.Executor, work: claims.Work) -> claims.Work:
         """Return the work of a rescue copy, sent for the beat's own row, under a calendar rule.
@@ -322,11 +325,11 @@ class Call:
 
     def _executor(self) -> execution.Executor:
         level: sessions.Level = self._option("lock_level")
-        records: ledger.Ledger | locks.NameLockOnly = ledger.Ledger(
-            self.config.schema, self.config.retention
+        records: ledger.Ledger | locks.NameLockOnly = (
+            locks.NameLockOnly()
+            if self._option("once_per") is None
+            else ledger.Ledger(self.config.schema, self.config.retention)
         )
-        if self._option("once_per") is None:
-            records = locks.NameLockOnly()
         stack, transact = idle_sessions.source(self.config, level, _node(self.task))
         return execution.Executor(
             stack=stack,

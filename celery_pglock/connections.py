@@ -47,6 +47,28 @@ def parameters(target: Target) -> dict[str, Any]:
     return found
 
 
+def resolved(target: Target) -> str:
+    """Return the connection string, of a function what it returns now.
+
+    Raises:
+        ConfigurationError: the function raised something.
+    """
+    if not callable(target):
+        return target
+    try:
+        return target()
+    except errors.PGLockError:
+        # Of an alias of DATABASES: it names what is wrong.
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the user's own function
+        # Its own sentence may hold what it was about to return.
+        msg = (
+            f"the function that pglock_database_url is raised {type(error).__name__}; have it "
+            f"return a connection string"
+        )
+        raise errors.ConfigurationError(msg) from None
+
+
 def _parsed(text: str) -> dict[str, Any]:
     if not text.strip():
         # libpq would connect to whatever the environment or a default says.
@@ -90,8 +112,20 @@ def describe_open(connection: psycopg.Connection[Any]) -> str:
     return describe({"host": info.host, "port": info.port, "dbname": info.dbname})
 
 
-def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Connection[Any]:
+def connect(
+    target: Target,
+    *,
+    application: str,
+    factory: type[psycopg.Connection[Any]] = psycopg.Connection,
+    **overrides: Any,
+) -> psycopg.Connection[Any]:
     """Open an autocommit connection with bounded waiting; for commands and migrations.
+
+    Args:
+        target: where.
+        application: its ``application_name``.
+        factory: the class of the connection.
+        **overrides: parameters that stand above those of the connection string.
 
     Raises:
         ConfigurationError: the target is no connection string.
@@ -109,7 +143,7 @@ def connect(target: Target, *, application: str, **overrides: Any) -> psycopg.Co
         **overrides,
     }
     try:
-        return psycopg.connect(autocommit=True, **wanted)
+        return factory.connect(autocommit=True, **wanted)
     except psycopg.Error as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise errors.DatabaseUnavailable(describe(given), reason) from None

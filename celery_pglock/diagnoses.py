@@ -23,6 +23,7 @@ from celery_pglock import (
     guards,
     keys,
     locks,
+    patience,
     schema,
     sessions,
     stacks,
@@ -65,22 +66,13 @@ def connected(target: connections.Target) -> psycopg.Connection[Any]:
         ConfigurationError: the target is no connection string, or its function raised something.
         DatabaseUnavailable: the server cannot be reached, or refuses the login.
     """
-    if callable(target):
-        try:
-            target = target()
-        except errors.PGLockError:
-            # Of an alias of DATABASES: it names what is wrong.
-            raise
-        except Exception as error:  # noqa: BLE001 - it is the user's own function
-            # Its own sentence may hold what it was about to return.
-            msg = (
-                f"the function that pglock_database_url is raised {type(error).__name__}; have it "
-                f"return a connection string"
-            )
-            raise errors.ConfigurationError(msg) from None
     # Until a pooler is ruled out nothing may be prepared by name.
     return connections.connect(
-        target, application=APPLICATION, prepare_threshold=None, tcp_user_timeout=5000
+        connections.resolved(target),
+        application=APPLICATION,
+        factory=patience.Patient,
+        prepare_threshold=None,
+        tcp_user_timeout=5000,
     )
 
 

@@ -28,6 +28,10 @@ with u as (
 )
 select entry, pg_catalog.pg_notify(%(channel)s::text, 'entries') from u
 """
+_IS_PAUSED: Final = """
+select coalesce(paused_until > pg_catalog.clock_timestamp(), false) from {entries}
+where namespace = %(namespace)s::text and entry = %(entry)s::text
+"""
 # Not null: what was due before this moment is not made up for.
 _RESUME: Final = """
 with u as (
@@ -78,7 +82,7 @@ class Entries(namespaced.Namespaced):
         Raises:
             ConfigurationError: no leader has ever seen such an entry.
         """
-        self._find(entry)
+        self.find(entry)
         self.run(_PAUSE, entry=entry, until=until or plans.FOREVER, reason=reason)
 
     def resume(self, entry: str) -> bool:
@@ -87,7 +91,7 @@ class Entries(namespaced.Namespaced):
         Raises:
             ConfigurationError: no leader has ever seen such an entry.
         """
-        self._find(entry)
+        self.find(entry)
         return bool(self.run(_RESUME, entry=entry))
 
     def occur(self, entry: str, task: str, task_id: str, reason: str) -> Triggered:
@@ -113,7 +117,22 @@ class Entries(namespaced.Namespaced):
         parameters = {"channel": elections.channel(self.namespace), "payload": payload}
         self.connection.execute(_TELL, parameters)
 
-    def _find(self, entry: str) -> None:
+    def is_paused(self, entry: str) -> bool:
+        """Return whether ``resume`` would end a pause.
+
+        Raises:
+            ConfigurationError: no leader has ever seen such an entry.
+        """
+        self.find(entry)
+        ((paused,),) = self.run(_IS_PAUSED, entry=entry)
+        return bool(paused)
+
+    def find(self, entry: str) -> None:
+        """Look whether there is such an entry.
+
+        Raises:
+            ConfigurationError: no leader has ever seen one; the sentence says which there are.
+        """
         if self.run(_SEE, entry=entry):
             return
         names = [str(row.entry) for row in self.run(_NAMES)]

@@ -192,7 +192,7 @@ def strangers(
     }
     if others:
         newest = max((moment for moment in others.values() if moment is not None), default=None)
-        when = "" if newest is None else f", the last at {newest.astimezone(dt.UTC):%H:%M:%S} UTC"
+        when = "" if newest is None else f", the last at {_told(newest, config.zone)}"
         yield _warning(
             "namespace_shared",
             f"of late {_these('task', 'tasks', list(others))}, which this application does not "
@@ -265,6 +265,10 @@ def _transport(app: Celery) -> str:
 
 def _warning(code: findings.Code, reason: str, remedy: str) -> findings.Finding:
     return findings.Finding(severity="warning", code=code, reason=reason, remedy=remedy)
+
+
+def _told(moment: dt.datetime, zone: dt.tzinfo) -> str:
+    return moment.astimezone(zone).isoformat(sep=" ", timespec="seconds")
 
 
 def _these(one: str, many: str, names: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ LARGEST: Final = 2**63 - 1
 # The free-form name comes last, and neither of the fields before it can hold a colon: so no
 # two different triples give the same text.
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
 def check_namespace(namespace: str) -> str:
@@ -156,4 +157,4 @@ def _canonical(value: object, parameter: str) -> object:  # noqa: C901, PLR0912 
 
 
 def _has_surrogate(name: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in name)
+    return _SURROGATE.search(name) is not None

@@ -81,9 +81,17 @@ class Reruns:
         connection: of a role that may update the ledger.
         schema: where the tables are.
         namespace: of the application.
+        zone: in which moments are told.
     """
 
-    def __init__(self, connection: psycopg.Connection[Any], schema: str, namespace: str) -> None:
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        schema: str,
+        namespace: str,
+        zone: dt.tzinfo = dt.UTC,
+    ) -> None:
+        self._zone = zone
         self._connection = connection
         self._schema = schema
         self._namespace = namespace
@@ -117,17 +125,7 @@ class Reruns:
         with self._connection.transaction():
             row = self._read(_LOCK_ROW, job, period)
             found = self._recorded(job, period, row)
-            if found.status == "running" and (row["held"] or row["just_claimed"]):
-                reason = f"it is being run since {row['started_at']}"
-                raise errors.RerunRefused(job, period, reason)
-            needs_force = found.status not in (*_SETTLED, "running")
-            if needs_force and not force:
-                why = (
-                    f"it was done at {row['finished_at']}"
-                    if found.status == "done"
-                    else f"it is {found.status}, so its message may still be on its way"
-                )
-                raise errors.RerunRefused(job, period, f"{why}; add --force to run it all the same")
+            needs_force = self._refuse(found, force=force)
             was = found.status if row["reason"] is None else f"{found.status}: {row['reason']}"
             self._connection.execute(
                 statements.statement(_OPEN, self._schema),
@@ -140,6 +138,36 @@ class Reruns:
                 },
             )
         return found
+
+    def examine(self, job: str, period: str, *, force: bool = False) -> tuple[Recorded, bool]:
+        """Return the row that ``reopen`` would open, and whether it needs ``force``; open nothing.
+
+        Raises:
+            RerunRefused: as ``reopen`` does.
+        """
+        found = self.find(job, period)
+        return found, self._refuse(found, force=force)
+
+    def _refuse(self, found: Recorded, *, force: bool) -> bool:
+        row = found.columns
+        if found.status == "running" and (row["held"] or row["just_claimed"]):
+            reason = f"it is being run since {self._told(row['started_at'])}"
+            raise errors.RerunRefused(found.job, found.period, reason)
+        needs_force = found.status not in (*_SETTLED, "running")
+        if needs_force and not force:
+            why = (
+                f"it was done at {self._told(row['finished_at'])}"
+                if found.status == "done"
+                else f"it is {found.status}, so its message may still be on its way"
+            )
+            reason = f"{why}; add --force to run it all the same"
+            raise errors.RerunRefused(found.job, found.period, reason)
+        return needs_force
+
+    def _told(self, moment: dt.datetime | None) -> str:
+        if moment is None:
+            return "a time that nobody has recorded"
+        return moment.astimezone(self._zone).isoformat(sep=" ", timespec="seconds")
 
     def restore(self, found: Recorded, task_id: uuid.UUID) -> None:
         """Undo ``reopen``, because its message could not be sent, unless it has been run."""

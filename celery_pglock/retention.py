@@ -150,6 +150,7 @@ class Pass:
         namespace: whose rows.
         keep: the retention, in seconds.
         dry: count and delete nothing.
+        seen: how many rows have been looked at.
         removed: how many rows have been deleted, or would be.
         ended: the walk has come to rows that are too new.
     """
@@ -159,6 +160,7 @@ class Pass:
     namespace: str
     keep: float
     dry: bool = False
+    seen: int = 0
     removed: int = 0
     ended: bool = False
     _after: tuple[dt.datetime, str, str] = (_BEGINNING, "", "")
@@ -180,6 +182,7 @@ class Pass:
                 "most": most,
             },
         )
+        self.seen += answer.seen
         self.removed += answer.removed
         self.ended = answer.seen < most
         if answer.finished_at is not None:

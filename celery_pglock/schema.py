@@ -20,7 +20,7 @@ import functools
 import importlib.resources
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import psycopg
@@ -97,12 +97,26 @@ def grants(schema: str = "pglock", role: str = "<role>") -> str:
     )
 
 
-def migrate(target: connections.Target, schema: str = "pglock") -> list[str]:
+def _untold(_: Migration) -> None:
+    """Keep it to oneself."""
+
+
+def migrate(
+    target: connections.Target,
+    schema: str = "pglock",
+    *,
+    begun: Callable[[Migration], object] = _untold,
+) -> list[str]:
     """Bring the schema up to this release and return the names of the steps applied.
 
     May be started on many machines at once: one works, the others wait for it (at most 60 s)
     and find nothing left to do. When nothing is to be done, no right to create anything is
     needed.
+
+    Args:
+        target: the database.
+        schema: where the tables are to be.
+        begun: told of each step before it is applied.
 
     Raises:
         DatabaseUnavailable: the server cannot be reached.
@@ -116,6 +130,7 @@ def migrate(target: connections.Target, schema: str = "pglock") -> list[str]:
             with translated(connections.describe_open(working), schema):
                 pending = _pending(working, schema)
             for step in pending:
+                begun(step)
                 _apply(working, schema, step)
                 applied.append(step.name)
         check(connection, schema)

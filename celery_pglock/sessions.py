@@ -88,6 +88,7 @@ class Session:
         self.on_close: Callable[[], Callable[[], object] | None] | None = None
         self.outlives_exit = False
         self._asked: float | None = None
+        self._cursor: psycopg.Cursor[Any] | None = None
         self._closing = threading.Lock()
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
@@ -136,10 +137,13 @@ class Session:
                 msg = "a statement that was interrupted is not answered"
                 raise psycopg.OperationalError(msg)  # noqa: TRY301 - so it is closed, as ever
             started = time.monotonic()
-            with self.cursor() as cursor:
-                cursor.execute(query, parameters)
-                rows = cursor.fetchall() if cursor.description else []
+            # One for all statements: making one takes as long as all else that is done here.
+            cursor = self._cursor = self._cursor or self.cursor()
+            cursor.execute(query, parameters)
+            # Without a result there is no position in it; `description` would make its columns.
+            rows = cursor.fetchall() if cursor.rownumber is not None else []
         except BaseException as error:
+            self._cursor = None
             if isinstance(error, Exception) or not self.outlives_exit:
                 self.close()
             raise

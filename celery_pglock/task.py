@@ -105,9 +105,17 @@ class LockedTask(_Task):
         if not config.enabled:
             notices.disabled()
             return body()
-        return calls.Call(
+        call = calls.Call(
             task=self, config=config, chosen=chosen, args=args, kwargs=kwargs, body=body
-        ).make()
+        )
+        try:
+            return call.make()
+        except Ignore as ended:
+            if call.ran:
+                raise
+            # Celery formats the traceback of what ends a message, line by line, and nobody reads
+            # it: of a refusal that was most of the time it took.
+            raise ended.with_traceback(None) from None
 
     @property
     def job_run(self) -> runs.Run | None:

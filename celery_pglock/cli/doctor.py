@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import datetime as dt
 from collections.abc import Iterable, Iterator
 
 import click
 
 from celery_pglock import examination, findings
-from celery_pglock.cli import columns
+from celery_pglock.cli import columns, documents, switches, terminal
 
 _FAILED = 1
 _UNAVAILABLE = 69
@@ -17,7 +17,7 @@ _WIDTH = 10
 
 
 @click.command(name="doctor")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@switches.as_json
 @click.pass_context
 def command(ctx: click.Context, *, as_json: bool) -> None:
     """Examine settings, database, tables, tasks and schedule, and say what to do.
@@ -27,10 +27,9 @@ def command(ctx: click.Context, *, as_json: bool) -> None:
     """
     examined = examination.examine(ctx.obj.app)
     if as_json:
-        click.echo(json.dumps(_object(examined)))
+        documents.write(_object(examined), dt.UTC)
     else:
-        for line in _lines(examined):
-            click.echo(line)
+        terminal.write(_lines(examined, terminal.width()))
     made = examined.examination
     ctx.exit(_UNAVAILABLE if made.unreachable else _FAILED if made.failed else 0)
 
@@ -47,22 +46,28 @@ def _object(examined: examination.Examined) -> dict[str, object]:
     }
 
 
-def _lines(examined: examination.Examined) -> Iterator[str]:
+def _lines(examined: examination.Examined, width: int | None) -> Iterator[columns.Line]:
     made = examined.examination
+
+    def beside(label: str, *texts: str, kind: str = "label") -> Iterator[columns.Line]:
+        return columns.hanging(label, _WIDTH, *texts, width=width, kind=kind)
+
     if examined.namespace is not None:
         where = examined.database or "a database that was not reached"
-        yield from columns.hanging("namespace", _WIDTH, f"{examined.namespace} in {where}")
+        yield from beside("namespace", f"{examined.namespace} in {where}")
     for finding in sorted(made.findings, key=lambda finding: finding.severity):
-        remedy = f"remedy: {finding.remedy}"
-        yield from columns.hanging(finding.severity, _WIDTH, finding.code, finding.reason, remedy)
+        texts = (finding.code, finding.reason, f"remedy: {finding.remedy}")
+        yield from beside(finding.severity, *texts, kind=finding.severity)
     for because, checks in _by_cause(made.not_made).items():
-        yield from columns.hanging("not made", _WIDTH, ", ".join(checks), f"because {because}")
+        yield from beside("not made", ", ".join(checks), f"because {because}", kind="warning")
     if not made.findings:
-        yield f"all is well: {_number(len(made.made), 'check')} made, nothing found"
+        made_checks = _number(len(made.made), "check")
+        yield from columns.wrapped(f"all is well: {made_checks} made, nothing found", width)
         return
     errors = sum(finding.severity == "error" for finding in made.findings)
     found = f"{_number(errors, 'error')}, {_number(len(made.findings) - errors, 'warning')}"
-    yield f"{found}; each code is explained in the documentation, Troubleshoot"
+    told = f"{found}; each code is explained in the documentation, Troubleshoot"
+    yield from columns.wrapped(told, width)
 
 
 def _by_cause(not_made: Iterable[findings.NotMade]) -> dict[str, list[str]]:

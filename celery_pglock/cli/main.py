@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Final
 import click
 from typing_extensions import override
 
+from celery_pglock.cli import groups
+
 FAILED: Final = 1
 USAGE: Final = 2
 UNAVAILABLE: Final = 69
@@ -27,7 +29,7 @@ class _Ended(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
-class _Group(click.Group):
+class _Group(groups.Group):
     """Ends every command that raises one of our errors with a sentence and an exit code."""
 
     #: Where each command is: a module of this package, and a name in it.

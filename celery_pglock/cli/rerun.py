@@ -11,7 +11,15 @@ from typing import Any
 import click
 
 from celery_pglock import entry_rows, errors, headers, reruns
-from celery_pglock.cli import sending, session
+from celery_pglock.cli import (
+    completion,
+    confirmation,
+    documents,
+    sending,
+    session,
+    switches,
+    terminal,
+)
 
 
 def _json(_: click.Context, parameter: click.Parameter, value: str | None) -> Any:
@@ -27,11 +35,14 @@ def _json(_: click.Context, parameter: click.Parameter, value: str | None) -> An
 
 
 @click.command(name="rerun")
-@click.argument("job")
-@click.argument("period")
+@click.argument("job", shell_complete=completion.jobs)
+@click.argument("period", shell_complete=completion.periods)
 @click.option("--force", is_flag=True, help="Also when it is done, sent or retrying.")
 @click.option("--args", callback=_json, help="A JSON list, where no schedule entry tells.")
 @click.option("--kwargs", callback=_json, help="A JSON object, where no schedule entry tells.")
+@switches.dry_run
+@switches.yes
+@switches.as_json
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -41,6 +52,9 @@ def command(
     force: bool,
     args: list[Any] | None,
     kwargs: dict[str, Any] | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Send a new message for a PERIOD of a JOB that has failed, was skipped or missed.
 
@@ -52,23 +66,40 @@ def command(
     full = job if job.startswith(f"{config.namespace}:") else f"{config.namespace}:{job}"
     task_id = uuid.uuid4()
     with session.connected(config, "rerun") as connection:
-        periods = reruns.Reruns(connection, config.schema, config.namespace)
+        periods = reruns.Reruns(connection, config.schema, config.namespace, config.zone)
         rows = entry_rows.EntryRows(connection, config.schema, config.namespace)
         message = _message(app, rows, periods.find(full, period), args, kwargs)
-        found = periods.reopen(full, period, task_id=task_id, who=session.who(), force=force)
-        try:
-            # After the row: a worker that is quicker than this process has to find it open.
-            given = headers.by_hand(full, period, found.due, found.entry, fixed=True)
-            message.send(app, task_id, given)
-        except BaseException as error:
-            # Each transport and each serializer raises its own. Left open, the row would wait
-            # for a message that does not exist.
-            periods.restore(found, task_id)
-            if not isinstance(error, Exception):
-                raise
-            reason = f"its message could not be sent: {sending.told(error)}"
-            raise errors.RerunRefused(full, period, reason) from None
-    click.echo(f"sent {message.task}[{task_id}] for {full} {period}, which was {found.status}")
+        found, forced = periods.examine(full, period, force=force)
+        if not dry_run:
+            if forced and confirmation.needed(yes=yes):
+                confirmation.ask(f"{full} {period} is {found.status}, and may be run twice")
+            found = periods.reopen(full, period, task_id=task_id, who=session.who(), force=force)
+            try:
+                # After the row: a worker that is quicker than this process has to find it open.
+                given = headers.by_hand(full, period, found.due, found.entry, fixed=True)
+                message.send(app, task_id, given)
+            except BaseException as error:
+                # Each transport and each serializer raises its own. Left open, the row would wait
+                # for a message that does not exist.
+                periods.restore(found, task_id)
+                if not isinstance(error, Exception):
+                    raise
+                reason = f"its message could not be sent: {sending.told(error)}"
+                raise errors.RerunRefused(full, period, reason) from None
+    if as_json:
+        document = {
+            "job": full,
+            "period": period,
+            "was": found.status,
+            "forced": forced,
+            "task": message.task,
+            "task_id": None if dry_run else str(task_id),
+            "dry_run": dry_run,
+        }
+        documents.write(document, config.zone)
+        return
+    sent = f"would send {message.task}" if dry_run else f"sent {message.task}[{task_id}]"
+    terminal.say(f"{sent} for {full} {period}, which {'is' if dry_run else 'was'} {found.status}")
 
 
 def _message(

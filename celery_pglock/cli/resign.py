@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any, Final
 
 import click
 import psycopg
 
-from celery_pglock import elections, entries, table_names
-from celery_pglock.cli import session
+from celery_pglock import elections, entries, settings, table_names
+from celery_pglock.cli import documents, session, switches, terminal
 
 _POLL: Final = 0.1
 _LEADER: Final = """
@@ -21,9 +22,17 @@ from {terms} t where t.namespace = %(namespace)s::text
 """
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leader:
+    node: str
+    term: int
+
+
 @click.command(name="resign")
+@switches.dry_run
+@switches.as_json
 @click.pass_context
-def command(ctx: click.Context) -> None:
+def command(ctx: click.Context, *, dry_run: bool, as_json: bool) -> None:
     """Have the beat that leads give its leadership to a standby.
 
     It goes on as a standby itself. Where no other beat stands by, it leads again a second
@@ -31,35 +40,50 @@ def command(ctx: click.Context) -> None:
     """
     config = ctx.obj.settings
     with session.connected(config, "resign") as connection:
-        before = _leader(connection, config.schema, config.namespace)
+        before = _leader(connection, config)
         if before is None:
             msg = f"no beat leads {config.namespace}; start one: celery beat -S pglock"
             raise click.ClickException(msg)
-        entries.Entries(connection, config.schema, config.namespace).tell("resign")
-        # It listens once a second, stands back for some polls, and may be sending.
-        patience = 10 + 3 * config.standby_poll + config.leader_lease / 4
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            now = _leader(connection, config.schema, config.namespace)
-            if now is not None and now[0] > before[0]:
-                again = " again, because no other stood by" if now[1] == before[1] else ""
-                click.echo(f"{before[1]} resigned; {now[1]} leads{again}, term {now[0]}")
-                return
-            time.sleep(_POLL)
+        after = None if dry_run else _handed_over(connection, config, before)
+    if as_json:
+        document = {
+            "namespace": config.namespace,
+            "before": dataclasses.asdict(before),
+            "after": None if after is None else dataclasses.asdict(after),
+            "dry_run": dry_run,
+        }
+        documents.write(document, config.zone)
+    elif after is None:
+        told = f"{before.node}, which leads {config.namespace} in term {before.term}"
+        terminal.say(f"{told}, would be asked to resign")
+    else:
+        again = " again, because no other stood by" if after.node == before.node else ""
+        terminal.say(f"{before.node} resigned; {after.node} leads{again}, term {after.term}")
+
+
+def _handed_over(
+    connection: psycopg.Connection[Any], config: settings.Settings, before: _Leader
+) -> _Leader:
+    entries.Entries(connection, config.schema, config.namespace).tell("resign")
+    # It listens once a second, stands back for some polls, and may be sending.
+    patience = 10 + 3 * config.standby_poll + config.leader_lease / 4
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        after = _leader(connection, config)
+        if after is not None and after.term > before.term:
+            return after
+        time.sleep(_POLL)
     msg = (
-        f"{before[1]}, which leads {config.namespace}, did not hand over within {patience:.0f} s; "
-        f"look at its log, or stop it: then another beat leads"
+        f"{before.node}, which leads {config.namespace}, did not hand over within {patience:.0f} "
+        f"s; look at its log, or stop it: then another beat leads"
     )
     raise click.ClickException(msg)
 
 
-def _leader(
-    connection: psycopg.Connection[Any], schema: str, namespace: str
-) -> tuple[int, str] | None:
-    query = table_names.statement(_LEADER, schema)
+def _leader(connection: psycopg.Connection[Any], config: settings.Settings) -> _Leader | None:
     parameters = {
-        "namespace": namespace,
-        "application": elections.application("leader", namespace),
+        "namespace": config.namespace,
+        "application": elections.application("leader", config.namespace),
     }
-    row = connection.execute(query, parameters).fetchone()
-    return (row[0], row[1]) if row is not None and row[2] else None
+    row = connection.execute(table_names.statement(_LEADER, config.schema), parameters).fetchone()
+    return _Leader(node=row[1], term=row[0]) if row is not None and row[2] else None

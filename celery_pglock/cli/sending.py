@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import celery.beat
 
 from celery_pglock import definitions, entry_rows, publishing
 
+#: Seconds for each thing that is said to the broker.
+PATIENCE: Final = 10.0
 # Whoever sends it by hand wants it now, and once.
 _NOT_TAKEN_OVER: Final = ("task_id", "retry", "expires", "countdown", "eta", "headers")
 
@@ -33,15 +34,29 @@ class Message:
     options: dict[str, Any]
 
     def send(self, app: Any, task_id: uuid.UUID, headers: Mapping[str, Any]) -> None:
-        """Hand it to the broker.
+        """Hand it to the broker, as a leader does: in a bounded time, and sure that it arrived.
 
         Raises:
             Exception: whatever the transport or the serializer raises.
         """
+        publisher = publishing.Publisher(app, PATIENCE)
+        batch = publisher.batch()
+        try:
+            with batch:
+                batch.begin()
+                self._send(app, task_id, headers, publisher.producer())
+                batch.hand_over()
+        finally:
+            publisher.forget()
+
+    def _send(
+        self, app: Any, task_id: uuid.UUID, headers: Mapping[str, Any], producer: Any
+    ) -> None:
         given = {
             **self.options,
             "task_id": str(task_id),
             "retry": False,
+            "producer": producer,
             "headers": {**(self.options.get("headers") or {}), **headers},
         }
         # As a beat does: what a registered task says of its queue, its serializer and its
@@ -83,12 +98,6 @@ def of_entry(app: Any, rows: entry_rows.EntryRows, name: str | None) -> Message 
         kwargs={key: _evaluated(value) for key, value in (entry.get("kwargs") or {}).items()},
         options={**kept, "headers": dict(options.get("headers") or {})},
     )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return what to say of a name that is not among those that are known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known[:10]) or 'none'}"
 
 
 def schedule(app: Any) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,36 @@ from typing import Any
 
 import psycopg
 
-from celery_pglock import connections, schema, settings
+from celery_pglock import connections, errors, patience, schema, settings
+
+
+def target(config: settings.Settings) -> connections.Target:
+    """Return where the database is; what a function of the user's raises becomes a sentence.
+
+    Raises:
+        ConfigurationError: ``pglock_database_url`` is not set.
+    """
+    return functools.partial(connections.resolved, config.target())
+
+
+@contextlib.contextmanager
+def opened(config: settings.Settings, command: str) -> Iterator[psycopg.Connection[Any]]:
+    """Yield a connection in autocommit to a database, whatever is in it.
+
+    Raises:
+        DatabaseUnavailable, ServerInRecovery, SchemaError: with the remedy.
+    """
+    connection = connections.connect(
+        target(config),
+        application=f"pglock {command}",
+        factory=patience.Patient,
+    )
+    where = connections.describe_open(connection)
+    with contextlib.closing(connection), schema.translated(where, config.schema):
+        # A standby knows of no lock that is held, and would say that nobody leads.
+        if connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,):
+            raise errors.ServerInRecovery(where)
+        yield connection
 
 
 @contextlib.contextmanager
@@ -18,15 +48,11 @@ def connected(config: settings.Settings, command: str) -> Iterator[psycopg.Conne
     """Yield a connection in autocommit to a database that has our tables.
 
     Raises:
-        DatabaseUnavailable, SchemaError: with the remedy.
+        DatabaseUnavailable, ServerInRecovery, SchemaError: with the remedy.
     """
-    application = f"pglock {command}"
-    with contextlib.closing(
-        connections.connect(config.target(), application=application)
-    ) as connection:
+    with opened(config, command) as connection:
         schema.check(connection, config.schema)
-        with schema.translated(connections.describe_open(connection), config.schema):
-            yield connection
+        yield connection
 
 
 def who() -> str:

@@ -1,17 +1,19 @@
-"""``pglock status``: who leads, who stands by, who holds what, what is due next."""
+"""``pglock status``: who leads, who stands by, who holds what, what is due next, what was skipped."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
-import json
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
 from psycopg.rows import dict_row
 
-from celery_pglock import elections, keys, locks, settings, statements
-from celery_pglock.cli import session
+from celery_pglock import connections, elections, keys, locks, settings, statements
+from celery_pglock.cli import columns, documents, moments, session, switches, terminal
 
+_WIDTH: Final = 11
 _LEADER: Final = """
 select t.node, t.term, t.elected_at, t.last_tick_at, t.resigned_at, h.pid,
  pg_catalog.clock_timestamp() as now
@@ -32,27 +34,38 @@ where r.status = 'running' and pg_catalog.starts_with(r.job, %(prefix)s::text)
 order by r.started_at
 """
 _NEXT: Final = """
-select entry, task, next_due_at, published_at is null and due_at is not null as unconfirmed
+select entry, task, next_due_at, published_at is null and due_at is not null as unconfirmed,
+ coalesce(paused_until > pg_catalog.clock_timestamp(), false) as paused
 from {entries} where namespace = %(namespace)s::text and next_due_at is not null
  and (definition is not null or registered is null)
 order by next_due_at limit 10
 """
+# Of the newest that are settled, a bounded number: where nothing is ever skipped, the search for
+# the latest skip would read the whole history.
+_SKIPS: Final = """
+select job, period, task, reason, finished_at from (
+ select * from {runs} where status in ('done', 'failed', 'skipped', 'missed')
+  and finished_at is not null order by finished_at desc limit 10000) as newest
+where status = 'skipped' and pg_catalog.starts_with(job, %(prefix)s::text)
+order by finished_at desc limit 5
+"""
 
 
 @click.command(name="status")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@switches.utc
+@switches.as_json
 @click.pass_context
-def command(ctx: click.Context, *, as_json: bool) -> None:
-    """Show the leader, the standbys, the locks that are held and what is due next.
+def command(ctx: click.Context, *, utc: bool, as_json: bool) -> None:
+    """Show who leads and stands by, what is held, what is due next and what was skipped.
 
     Exits 1 when no beat leads.
     """
     status = _read(ctx.obj.settings)
+    zone = moments.zone(ctx, utc=utc)
     if as_json:
-        click.echo(json.dumps(status, default=_json))
+        documents.write(status, zone)
     else:
-        for line in _lines(status):
-            click.echo(line)
+        terminal.write(_Described(status, zone, terminal.width()).lines())
     ctx.exit(0 if status["leader"] is not None else 1)
 
 
@@ -75,7 +88,7 @@ def _read(config: settings.Settings) -> dict[str, Any]:
         term = rows(_LEADER)[0]
         return {
             "namespace": config.namespace,
-            "database": f"{connection.info.host}:{connection.info.port}/{connection.info.dbname}",
+            "database": connections.describe_open(connection),
             "now": term["now"],
             "leader": None
             if term["pid"] is None
@@ -85,40 +98,60 @@ def _read(config: settings.Settings) -> dict[str, Any]:
             "standbys": rows(_STANDBYS),
             "holders": rows(_HOLDERS),
             "next": rows(_NEXT),
+            "skips": rows(_SKIPS),
         }
 
 
-def _lines(status: dict[str, Any]) -> list[str]:
-    now = status["now"]
-    leader = status["leader"]
-    lines = [f"namespace  {status['namespace']} in {status['database']}"]
-    if leader is None:
-        lines.append("leader     none: start celery beat -S pglock")
-    else:
-        lines.append(
-            f"leader     {leader['node']}, term {leader['term']}, backend {leader['pid']}, since "
-            f"{_ago(now, leader['elected_at'])}, last tick {_ago(now, leader['last_tick_at'])}"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Described:
+    """The status, in lines of a width and with times in a zone."""
+
+    status: dict[str, Any]
+    zone: dt.tzinfo
+    width: int | None
+
+    def lines(self) -> Iterator[columns.Line]:
+        status = self.status
+        yield from self._beside("namespace", f"{status['namespace']} in {status['database']}")
+        if status["leader"] is None:
+            told = "none: start celery beat -S pglock"
+            yield from self._beside("leader", told, kind="error")
+        else:
+            yield from self._beside("leader", *self._leader(status["leader"]))
+        nodes = ", ".join(standby["node"] for standby in status["standbys"])
+        yield from self._beside("standbys", nodes or "none")
+        yield from self._beside("holders", *map(self._holder, status["holders"]))
+        yield from self._beside("next due", *map(self._due, status["next"]))
+        yield from self._beside("skipped", *map(self._skip, status["skips"]))
+
+    def _beside(self, label: str, *texts: str, kind: str = "label") -> Iterator[columns.Line]:
+        told = texts or ("none",)
+        return columns.hanging(label, _WIDTH, *told, width=self.width, kind=kind)
+
+    def _leader(self, leader: dict[str, Any]) -> Iterator[str]:
+        now = self.status["now"]
+        if leader["term"] is None:
+            yield f"backend {leader['pid']}, whose term is not recorded"
+            return
+        yield f"{leader['node']}, term {leader['term']}, backend {leader['pid']}"
+        tick = moments.ago(now, leader["last_tick_at"])
+        yield f"since {self._moment(leader['elected_at'])}, last tick {tick}"
+
+    def _holder(self, held: dict[str, Any]) -> str:
+        since = moments.ago(self.status["now"], held["started_at"])
+        return (
+            f"{held['job']} {held['period']} on {held['node']}, attempt {held['attempts']}, since "
+            f"{since}, backend {held['pid']}"
         )
-    nodes = ", ".join(standby["node"] for standby in status["standbys"])
-    lines.append(f"standbys   {nodes or 'none'}")
-    lines.append("holders" if status["holders"] else "holders    none")
-    lines += [
-        f"  {held['job']} {held['period']} on {held['node']}, attempt {held['attempts']}, since "
-        f"{_ago(now, held['started_at'])}, backend {held['pid']}"
-        for held in status["holders"]
-    ]
-    lines.append("next due" if status["next"] else "next due   nothing")
-    lines += [
-        f"  {entry['entry']} at {entry['next_due_at'].astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        f"{' (its last message is not confirmed)' if entry['unconfirmed'] else ''}"
-        for entry in status["next"]
-    ]
-    return lines
 
+    def _due(self, entry: dict[str, Any]) -> str:
+        paused = ", paused" if entry["paused"] else ""
+        unconfirmed = ", its last message is not confirmed" if entry["unconfirmed"] else ""
+        return f"{self._moment(entry['next_due_at'])} {entry['entry']}{paused}{unconfirmed}"
 
-def _ago(now: dt.datetime, moment: dt.datetime | None) -> str:
-    return "never" if moment is None else f"{max(0.0, (now - moment).total_seconds()):.1f} s ago"
+    def _skip(self, skip: dict[str, Any]) -> str:
+        reason = skip["reason"] or "no reason given"
+        return f"{self._moment(skip['finished_at'])} {skip['job']} {skip['period']}: {reason}"
 
-
-def _json(value: object) -> str:
-    return value.isoformat() if isinstance(value, dt.datetime) else str(value)
+    def _moment(self, moment: dt.datetime | None) -> str:
+        return "never" if moment is None else moments.told(moment, self.zone)

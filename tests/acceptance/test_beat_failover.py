@@ -17,7 +17,7 @@ from tests.support.processes import Process, eventually
 from tests.support.stage import MakeStage, Stage
 
 # The figures in the documentation are of 300 kills, 100 stops and 30 freezes.
-KILLS = int(os.environ.get("PGLOCK_TEST_KILLS", "12"))
+KILLS = int(os.environ.get("PGLOCK_TEST_KILLS", "30"))
 STOPS = int(os.environ.get("PGLOCK_TEST_STOPS", "5"))
 FREEZES = int(os.environ.get("PGLOCK_TEST_FREEZES", "2"))
 LEASE = 2.0

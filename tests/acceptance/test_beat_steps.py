@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.rows import TupleRow
 
 from celery_pglock import schema
 from celery_pglock.demo.servers import PostgresServer
@@ -158,7 +159,10 @@ def test_a_database_that_restarts_in_the_middle_of_a_burst_costs_and_doubles_not
     recorded = bursts.confirmed(stage)
     ((backend,),) = stage.rows("SELECT backend_pid FROM pglock.beat_terms")
     if fault == "backend":
-        os.kill(backend, signal.SIGKILL)
+        with psycopg.connect(url, autocommit=True) as bystander:
+            os.kill(backend, signal.SIGKILL)
+            # All sessions end before it restarts: until then a new one would not last.
+            eventually(lambda: _ended(bystander), 20, "PostgreSQL has seen it")
         eventually(lambda: _new_backend_can_start(url), 20, "PostgreSQL is there again")
     else:
         own_postgres.stop("fast" if fault == "fast" else "immediate")
@@ -202,6 +206,14 @@ def test_the_account_of_what_ran_notices_a_loss_and_a_double(make_stage: MakeSta
         run(due[0])
         with pytest.raises(AssertionError, match="3 due, 3 ran"):
             stage.expect_each_once()
+
+
+def _ended(connection: psycopg.Connection[TupleRow]) -> bool:
+    try:
+        connection.execute("SELECT")
+    except psycopg.OperationalError:
+        return True
+    return False
 
 
 def _new_backend_can_start(url: str) -> bool:

@@ -1,1 +1,1 @@
-"""Scripts that measure; `make test` does not run them."""
+"""What `make bench` measures; the tests run it in small."""

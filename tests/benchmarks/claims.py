@@ -1,19 +1,17 @@
-"""What a claim costs beside a long history, what many claimers get done, how fast history goes.
+"""(d) What a claim costs beside a long history, what many claimers get done, how fast history goes.
 
-`python -m tests.benchmarks.claims --rows 10000 10000000` makes a database of its own on a server
-and drops it at the end. In it are as many schemas as there are sizes, each with so many settled
-rows; a claim in one is measured right after a claim in the other, so that whatever else the
-machine does strikes both. 10,000,000 rows need about 5 GB.
+Each size has a table of its own in one database; a claim in one is measured right after a claim in
+the other, so that whatever else the machine does strikes both. 10,000,000 rows need about 5 GB.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
-import os
+import random
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
 from urllib.parse import quote
@@ -23,7 +21,7 @@ from psycopg import sql
 
 from celery_pglock import attempts, claims, execution, keys, ledger, retention, schema, stacks
 from celery_pglock import sessions as lock_sessions
-from tests.benchmarks.measuring import SERVER, own_database, quantile
+from tests.benchmarks.measuring import Figures, Ground, alone, own_database, summary
 
 JOBS: Final = 100
 CHUNK: Final = 1_000_000
@@ -142,8 +140,8 @@ def plan(url: str, level: lock_sessions.Level) -> lock_sessions.Plan:
     return lock_sessions.Plan(target=url, level=level, application="pglock:bench")
 
 
-def measure(tables: list[Table], samples: int) -> None:
-    """Print how long claims and settlements take in each table, measured in turn."""
+def beside(tables: Sequence[Table], samples: int) -> Figures:
+    """Return how long claims and settlements take in each table, measured in turn."""
     subjects = [Subject(table) for table in tables]
     for number in range(WARM_UP + samples):
         if number == WARM_UP:
@@ -154,20 +152,12 @@ def measure(tables: list[Table], samples: int) -> None:
         turn = number % len(subjects)
         for subject in subjects[turn:] + subjects[:turn]:
             subject.once(number)
-    base = subjects[0]
-    print(f"\n{samples} claims each, in turn (ms); ratio to {base.table.rows:,} rows")
-    print(f"{'':<26}{'rows':>12}{'p50':>9}{'p99':>9}{'max':>9}{'p50 ratio':>11}{'p99 ratio':>11}")
-    for what, first in base.times.items():
-        for subject in subjects:
-            times = subject.times[what]
-            p50, p99 = quantile(times, 50), quantile(times, 99)
-            print(
-                f"{what:<26}{subject.table.rows:>12,}{p50 * 1e3:>9.3f}{p99 * 1e3:>9.3f}"
-                f"{max(times) * 1e3:>9.1f}{p50 / quantile(first, 50):>11.2f}"
-                f"{p99 / quantile(first, 99):>11.2f}"
-            )
     for subject in subjects:
         subject.close()
+    return {
+        str(subject.table.rows): {what: summary(times) for what, times in subject.times.items()}
+        for subject in subjects
+    }
 
 
 def claim_for(table: Table, node: str, seconds: float) -> list[float]:
@@ -187,29 +177,32 @@ def claim_for(table: Table, node: str, seconds: float) -> list[float]:
     return times
 
 
-def throughput(tables: list[Table], claimers: int, seconds: float) -> None:
-    """Print how many runs a number of processes claim and settle in a second."""
+def throughput(
+    tables: Sequence[Table], claimers: Sequence[int], seconds: float, order: random.Random
+) -> Figures:
+    """Return how many runs so many processes claim and settle in a second."""
     spawn = multiprocessing.get_context("spawn")
-    print(f"\n{claimers} processes, each over a session of its own, {seconds:g} s")
-    print(f"{'rows':>12}{'runs/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'max ms':>9}")
-    with ProcessPoolExecutor(claimers, mp_context=spawn) as pool:
-        list(pool.map(time.sleep, [0.2] * claimers))  # all have started
-        for table in tables:
+    found: Figures = {str(table.rows): {} for table in tables}
+    most = max(claimers)
+    turns = [(table, number) for table in tables for number in claimers]
+    with ProcessPoolExecutor(most, mp_context=spawn) as pool:
+        list(pool.map(time.sleep, [0.2] * most))  # all have started
+        for table, number in order.sample(turns, len(turns)):
             futures = [
-                pool.submit(claim_for, table, f"claimer-{number}", seconds)
-                for number in range(claimers)
+                pool.submit(claim_for, table, f"{uuid.uuid4().hex[:8]}-{claimer}", seconds)
+                for claimer in range(number)
             ]
             times = [each for future in futures for each in future.result()]
-            print(
-                f"{table.rows:>12,}{len(times) / seconds:>9,.0f}{quantile(times, 50) * 1e3:>9.2f}"
-                f"{quantile(times, 99) * 1e3:>9.2f}{max(times) * 1e3:>9.1f}"
-            )
+            found[str(table.rows)][str(number)] = {
+                **summary(times),
+                "rate": round(len(times) / seconds),
+            }
+    return found
 
 
-def prune(tables: list[Table], batches: int) -> None:
-    """Print how fast the older half of each history is deleted, at most so many batches."""
-    print(f"\npruning, batches of {retention.BATCH:,} rows without a pause between them")
-    print(f"{'rows':>12}{'deleted':>10}{'rows/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'max ms':>9}")
+def prune(tables: Sequence[Table], batches: int) -> Figures:
+    """Return how fast the older half of each history is deleted, at most so many batches."""
+    found: Figures = {}
     for table in tables:
         session = stacks.open_session(plan(table.url, "session"))
         walk = retention.Pass(
@@ -224,51 +217,40 @@ def prune(tables: list[Table], batches: int) -> None:
             walk.step()
             times.append(time.perf_counter() - begun)
         session.close()
-        print(
-            f"{table.rows:>12,}{walk.removed:>10,}{walk.removed / sum(times):>9,.0f}"
-            f"{quantile(times, 50) * 1e3:>9.1f}{quantile(times, 99) * 1e3:>9.1f}"
-            f"{max(times) * 1e3:>9.1f}"
-        )
+        found[str(table.rows)] = {
+            "deleted": walk.removed,
+            "rate": round(walk.removed / sum(times)),
+            "batches": summary(times),
+        }
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.claims")
-    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000])
-    parser.add_argument("--samples", type=int, default=5_000)
-    parser.add_argument("--claimers", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of claiming at once")
-    parser.add_argument("--batches", type=int, default=200, help="of pruning, at most")
-    parser.add_argument(
-        "--sync",
-        choices=["on", "off"],
-        default="off",
-        help="synchronous_commit; with on, what a claim waits for is the disk above all, which "
-        "hides a difference between the tables",
-    )
-    parser.add_argument(
-        "--url",
-        default=SERVER,
-        help="of a role that may create a database, without a query part",
-    )
-    orders = parser.parse_args()
-    with own_database(orders.url) as url:
-        with_sync = f"{url}?options={quote(f'-c synchronous_commit={orders.sync}')}"
-        tables = [Table(with_sync, rows) for rows in orders.rows]
-        with psycopg.connect(url) as connection:
-            version = connection.info.parameter_status("server_version")
-        print(f"PostgreSQL {version}, {os.cpu_count()} CPUs, synchronous_commit {orders.sync}")
+def measure(ground: Ground) -> Figures:
+    sizes = (2_000, 10_000) if ground.quick else (10_000, 1_000_000, 10_000_000)
+    claimers = (1, 2) if ground.quick else (1, 2, 4, 8)
+    with own_database(ground.server) as url:
+        # What a claim waits for is the disk above all, which would hide what the rows cost.
+        patient = f"{url}?options={quote('-c synchronous_commit=on')}"
+        hasty = f"{url}?options={quote('-c synchronous_commit=off')}"
+        tables = [Table(hasty, rows) for rows in sizes]
+        sizes_on_disk: Figures = {}
         for table in tables:
-            begun = time.monotonic()
+            ground.say(f"(d) {table.rows:,} rows are written")
             table.make()
-            print(
-                f"{table.rows:,} rows written in {time.monotonic() - begun:.0f} s,"
-                f" {table.size() / 1024**2:,.0f} MiB with indexes",
-                flush=True,
-            )
-        measure(tables, orders.samples)
-        throughput(tables, orders.claimers, orders.seconds)
-        prune(tables, orders.batches)
-
-
-if __name__ == "__main__":
-    main()
+            sizes_on_disk[str(table.rows)] = table.size()
+        ground.say("(d) claims in turn")
+        # A process of its own: after a crash nothing of it is left in this one.
+        claims_beside = alone(beside, tables, ground.few(3000, 50))
+        ground.say(f"(d) claims of {', '.join(map(str, claimers))} processes")
+        seconds = 0.3 if ground.quick else 4.0
+        many = throughput(tables, claimers, seconds, ground.random)
+        durable = throughput([Table(patient, sizes[0])], claimers, seconds, ground.random)
+        ground.say("(d) pruning")
+        pruned = prune(tables, ground.few(100, 3))
+    return {
+        "sizes": sizes_on_disk,
+        "claims": claims_beside,
+        "throughput": many,
+        "durable": durable,
+        "pruning": pruned,
+    }

@@ -20,7 +20,7 @@ from psycopg import sql
 
 from celery_pglock import LockedTask, beat, errors, examination, findings, keys, schema
 from celery_pglock.demo.servers import PostgresServer, children
-from tests.support.commands import pglock, schema_of, told
+from tests.support.commands import on_terminal, schema_of, told
 from tests.support.databases import Database
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import REPOSITORY, eventually
@@ -113,7 +113,7 @@ def app(database: Database) -> celery.Celery:
 
 def test_where_nothing_is_wrong_nothing_is_found(app: celery.Celery, database: Database) -> None:
     healthy(app)
-    ended = pglock(app, "doctor").fits()
+    ended = on_terminal(app, "doctor").fits()
     assert ended.code == 0
     assert re.search(r"^all is well: \d+ checks made, nothing found$", ended.output, re.MULTILINE)
     assert database.name in ended.output
@@ -184,7 +184,7 @@ def test_a_url_that_cannot_be_used(url: object, remedy: str) -> None:
     missing = not_made(examined(app, 1))
     assert missing["session_level"]
     assert missing["tables"]
-    ended = pglock(app, "doctor").fits()
+    ended = on_terminal(app, "doctor").fits()
     assert re.search("^not made  .*because ", ended.output, re.MULTILINE | re.DOTALL)
     assert "1 error, 0 warnings" in ended.output
 

@@ -84,6 +84,12 @@ def test_entries_are_added_shown_and_removed(app: celery.Celery, pglock: Run) ->
     assert [entry.name for entry in Entry.all(app=app)] == ["dusk", "nightly"]
 
 
+def test_json_may_be_asked_for_before_the_name_of_the_subcommand(pglock: Run) -> None:
+    told = pglock("entries", "--json", "add", "a", "proj.report", "--every", "60").stdout
+    assert json.loads(told)["revision"] == 1
+    assert json.loads(pglock("entries", "--json", "remove", "a").stdout)["entry"] == "a"
+
+
 def test_a_name_that_is_there_is_not_written_over_by_accident(
     app: celery.Celery, pglock: Run
 ) -> None:

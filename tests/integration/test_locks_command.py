@@ -13,7 +13,7 @@ import pytest
 from celery.schedules import crontab
 
 from celery_pglock import LockedTask, advisory_lock, beat, keys
-from tests.support.commands import pglock, told
+from tests.support.commands import on_terminal, pglock, told
 from tests.support.databases import Database
 from tests.support.processes import eventually
 
@@ -57,7 +57,7 @@ def application(url: str, **settings: Any) -> celery.Celery:
 
 
 def shown(app: celery.Celery, *arguments: str) -> dict[str, Any]:
-    pglock(app, "locks", *arguments).fits()
+    on_terminal(app, "locks", *arguments).fits()
     code, found = told(app, "locks", *arguments)
     assert code == 0
     assert isinstance(found, dict)
@@ -110,7 +110,7 @@ def test_a_name_that_arguments_make_is_known_by_its_run(app: celery.Celery, task
     found = while_running(app, task, tenant="acme")
     # Under occurrence no row holds the lock name, and no key can be turned back into it.
     assert (found["name"]["name"], found["name"]["task"]) == (None, task)
-    text: str = app.tasks[task](call=lambda: pglock(app, "locks").fits().output, tenant="acme")
+    text: str = app.tasks[task](call=lambda: on_terminal(app, "locks").fits().output, tenant="acme")
     assert f"name       a name of task {task} that its arguments make" in text
 
 
@@ -231,7 +231,7 @@ def test_all_names_are_shown_though_nobody_holds_them(app: celery.Celery) -> Non
     assert names["numbered"]["key"] == 4711
     assert (names["of_tenant"]["key"], names["of_tenant"]["depends_on"]) == (None, "lock_by")
     assert (names["made"]["name"], names["made"]["depends_on"]) == (None, "lock_name")
-    text: str = app.tasks["named"](call=lambda: pglock(app, "locks", "--all").fits().output)
+    text: str = app.tasks["named"](call=lambda: on_terminal(app, "locks", "--all").fits().output)
     assert re.findall(r"^free +(.*)$", text, re.MULTILINE) == [
         "daily", "lock_only", "4711", "plain", "transactional",
     ]  # fmt: skip

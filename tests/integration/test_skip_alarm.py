@@ -215,7 +215,7 @@ def test_messages_without_an_occurrence_are_counted_by_when_they_were_settled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("period", ["2999", f"id:{uuid.uuid4()}"])
+@pytest.mark.parametrize("period", ["2999", f"id:{uuid.uuid4()}"], ids=["label", "id"])
 def test_a_long_history_is_not_read(
     database: Database, lock_sessions: Sessions, period: str
 ) -> None:

@@ -90,6 +90,13 @@ def read_database(postgres_server: TestedPostgres, template_database: str) -> It
         yield database
 
 
+@pytest.fixture(scope="module")
+def read_blank_database(postgres_server: TestedPostgres) -> Iterator[Database]:
+    """An empty database, in which the tests of a module only read."""
+    with _database(postgres_server, template="template1") as database:
+        yield database
+
+
 @pytest.fixture(scope="session")
 def template_database(postgres_server: TestedPostgres) -> Iterator[str]:
     """The name of the database that `database` copies; nobody else may be connected to it."""
