@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from celery_pglock import claims, connections, keys, sessions, stacks
+from celery_pglock import claims, connections, keys, sessions, stacks, testing
 from tests.support.databases import Database
 from tests.support.processes import eventually
 
@@ -152,9 +152,10 @@ def age(database: Database, seconds: float = 3.0) -> None:
     )
 
 
-def terminate(database: Database, *pids: int) -> None:
+def terminate(database: Database | testing.Database, *pids: int) -> None:
     """End server processes, and wait until they have ended."""
+    ask = database.ask if isinstance(database, Database) else database.rows
     for pid in pids:
-        database.ask("select pg_terminate_backend(%s)", pid)
+        ask("select pg_terminate_backend(%s)", pid)
     query = "select 1 from pg_stat_activity where pid = any(%s)"
-    eventually(lambda: not database.ask(query, list(pids)), what="the server processes end")
+    eventually(lambda: not ask(query, list(pids)), what="the server processes end")
