@@ -1,6 +1,6 @@
 """Beats whose clocks are wrong, clocks that are set, and the days on which they change.
 
-Issue 6, acceptance line 3, and case C09; all with real `celery beat` processes.
+Case C09 and what belongs to it; all with real `celery beat` processes.
 """
 
 from __future__ import annotations
