@@ -38,7 +38,10 @@ def test_a_lost_lock_is_retried_where_everything_is(bench: Bench) -> None:
     task_id, key = begin_and_lose(bench, "retried_after_a_loss")
     assert bench.app.AsyncResult(task_id).get(timeout=PATIENCE) == 2
     run = bench.run(task_id=task_id)
-    assert (run.status, run.attempts, run.lost_attempts) == ("done", 2, 0)
+    assert (run.status, run.attempts) == ("done", 2)
+    # Nothing holds the period any more when the retry is sent. If it is claimed before the run that
+    # sent it has said so, that one counts as lost, which it is.
+    assert run.lost_attempts in (0, 1)
     assert len(bench.notes("start", key=key)) == 2
 
 
