@@ -78,6 +78,7 @@ def application(database: str, broker: str, locks: str, *base: type) -> Applicat
     app: Any = celery.Celery("bench", broker=broker, backend=None if base else broker)
     app.conf.update(
         pglock_database_url=database,
+        pglock_warn_after_skips=None,  # what is skipped here is skipped on purpose
         ONCE={"backend": "celery_once.backends.Redis", "settings": {"url": locks}},
         singleton_backend_url=locks,
         task_default_queue="bench",
