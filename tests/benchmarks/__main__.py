@@ -77,14 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for letter in options.only:
             for name, measure in PARTS[letter].items():
                 parts[name] = measure(ground)
-        where = _where(server, redis_url)
-    options.page.parent.mkdir(parents=True, exist_ok=True)
-    page.write({"seed": seed, "quick": options.quick, "where": where, "parts": parts}, options.page)
+                # After each part: what has been measured is not lost with one that fails.
+                _write(options, seed, _where(server, redis_url), parts)
     for verdict in limits.verdicts(parts):
         state = "met" if verdict.met else "NOT met"
         say(f"{state}: {verdict.what}: {verdict.ratio:.2f} ({verdict.sense} {verdict.limit:g})")
     say(f"written: {options.page}")
     return 0
+
+
+def _write(options: argparse.Namespace, seed: int, where: dict[str, str], parts: Figures) -> None:
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    page.write({"seed": seed, "quick": options.quick, "where": where, "parts": parts}, options.page)
 
 
 @contextlib.contextmanager

@@ -174,13 +174,13 @@ class Leader(Subject):
     def make_due(self) -> None:
         self.close()
         wait = TAKE_OVER + self.place.entries / 5000
-        due = time.monotonic() + wait + MARGIN
         with psycopg.connect(self.place.database, autocommit=True) as connection:
             connection.execute(
-                "update pglock.beat_entries set next_due_at = clock_timestamp()"
+                "update pglock.beat_entries set next_due_at = statement_timestamp()"
                 " + make_interval(secs => %s)",
                 [wait],
             )
+        due = time.monotonic() + wait + MARGIN
         self.make()
         while time.monotonic() < due - 1:
             self.scheduler.tick()
