@@ -25,7 +25,8 @@ from sqlalchemy import event
 
 from celery_pglock import claims, errors, sessions, transaction_locks, transactions
 
-_FAULTS: Final = (psycopg.Error, sa.exc.DBAPIError)
+# SQLAlchemy wraps whatever strikes while it prepares a statement in a StatementError.
+_FAULTS: Final = (psycopg.Error, sa.exc.StatementError)
 
 
 class WorkingTransaction:
@@ -105,8 +106,10 @@ class WorkingTransaction:
             self._session.execute(b"commit")
         except errors.TransactionEnded:
             raise
-        except BaseException:
+        except BaseException as error:
             self._session.close()
+            if (struck := _struck_inside(error)) is not None:
+                raise struck from None
             raise
         finally:
             self._forget()
@@ -224,6 +227,13 @@ class WorkingTransaction:
             self._ended = "it was ended by a COMMIT or ROLLBACK that was sent as text"
         # What is executed after the end would commit by itself.
         self._refuse_ended()
+
+
+def _struck_inside(error: BaseException) -> BaseException | None:
+    """Return what struck inside SQLAlchemy and is no fault of a statement, or None."""
+    if isinstance(error, sa.exc.StatementError) and not isinstance(error, sa.exc.DBAPIError):
+        return error.orig
+    return None
 
 
 _engines: weakref.WeakKeyDictionary[sessions.Session, sa.Engine] = weakref.WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime as dt
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,12 @@ Watch = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def watch(database: Database, processes: Processes) -> Watch:
+    due = dt.datetime.now(dt.UTC).replace(second=0, microsecond=0)
+
     def run(kind: str, *tasks: str, **env: str) -> dict[str, Any]:
         process = processes.python(
             "-m", "tests.apps.watched", kind, *tasks,
-            env={"APP_DATABASE_URL": database.url, **env}, name=kind,
+            env={"APP_DATABASE_URL": database.url, "APP_DUE": due.isoformat(), **env}, name=kind,
         )  # fmt: skip
         assert process.wait(90) == 0, process.output()
         seen: dict[str, Any] = json.loads(process.output().splitlines()[-1])

@@ -1,6 +1,7 @@
 """One beat and one worker in a process that Sentry and OpenTelemetry watch; prints what they saw.
 
-`python -m tests.apps.watched stock` has Celery's own scheduler, `pglock` ours.
+`python -m tests.apps.watched stock` has Celery's own scheduler, `pglock` ours. Their entries are
+due once, at `APP_DUE`, and not again while they are watched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing_extensions import override
 
 from celery_pglock import LeaderScheduler, LockedTask, advisory_lock, bounds, checkins
 
-_MINUTE = dt.timedelta(minutes=1)
+DUE = dt.datetime.fromisoformat(os.environ["APP_DUE"])
 
 seen: list[dict[str, Any]] = []
 
@@ -48,7 +49,11 @@ app.conf.update(
     worker_hijack_root_logger=False,
     pglock_database_url=os.environ["APP_DATABASE_URL"],
     beat_schedule={
-        name: {"task": f"watched.{name}", "schedule": crontab(), "options": {"headers": {"own": 1}}}
+        name: {
+            "task": f"watched.{name}",
+            "schedule": crontab(minute=str(DUE.minute), hour=str(DUE.hour)),
+            "options": {"headers": {"own": 1}},
+        }
         for name in sys.argv[2:]
     },
 )
@@ -88,7 +93,7 @@ class Stock(celery.beat.Scheduler):
     def setup_schedule(self) -> None:
         super().setup_schedule()
         for entry in self.schedule.values():
-            entry.last_run_at = dt.datetime.now(dt.UTC) - 2 * _MINUTE
+            entry.last_run_at = DUE - dt.timedelta(minutes=1)
 
 
 class Leader(LeaderScheduler):
@@ -97,14 +102,19 @@ class Leader(LeaderScheduler):
     @override
     def setup_schedule(self) -> None:
         super().setup_schedule()
-        due = dt.datetime.now(dt.UTC).replace(second=0, microsecond=0)
         with psycopg.connect(os.environ["APP_DATABASE_URL"]) as connection:
             for name, entry in self.schedule.items():
                 connection.execute(
                     "INSERT INTO pglock.beat_entries"
                     " (namespace, entry, task, schedule, anchor, next_due_at)"
                     " VALUES ('watched', %s, %s, %s, %s, %s)",
-                    (name, entry.task, bounds.canonical(entry, dt.UTC), due - _MINUTE, due),
+                    (
+                        name,
+                        entry.task,
+                        bounds.canonical(entry, dt.UTC),
+                        DUE - dt.timedelta(days=1),
+                        DUE,
+                    ),
                 )
 
 

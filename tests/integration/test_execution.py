@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import linecache
 import random
 import signal
@@ -671,6 +672,37 @@ def test_whatever_line_is_struck_no_lock_is_left(  # noqa: C901 - two ways, four
         struck += 1
     gc.collect()  # here, where a connection that was struck while it was made is expected
     assert struck > len(numbers) / 2
+
+
+class TimeLimit(Exception):
+    """Strikes as a soft time limit does: an Exception, which SQLAlchemy wraps in one of its own."""
+
+
+@pytest.mark.parametrize("mode", MODES[1::2], ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("statement", "began"), [(1, False), (2, True)])
+def test_a_time_limit_that_strikes_in_sqlalchemy_comes_out_as_itself(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, statement: int, *, began: bool
+) -> None:
+    """In the savepoint before the body, and in its release after the body."""
+    assert isinstance(subject.run(), attempts.Ran)  # the dialect's own first statements
+    if subject.mode.has_rows:
+        subject.database.rows("delete from pglock.job_runs")
+    make = sa.engine.default.DefaultExecutionContext.create_cursor
+    counted = itertools.count(1)
+    ran: list[runs.Run] = []
+
+    def struck(context: Any) -> Any:
+        if next(counted) == statement:
+            raise TimeLimit
+        return make(context)
+
+    monkeypatch.setattr(sa.engine.default.DefaultExecutionContext, "create_cursor", struck)
+    with pytest.raises(TimeLimit):
+        subject.run(ran.append)
+    monkeypatch.undo()
+    assert bool(ran) is began
+    subject.expect("failed", "error")
+    subject.expect_free()
 
 
 @pytest.mark.chaos
