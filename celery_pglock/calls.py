@@ -41,6 +41,7 @@ from celery_pglock import (
 
 if TYPE_CHECKING:
     import celery
+    from celery.app.task import Context
 
 # A holder that was gone when it was asked for had just ended, and a claim whose row cannot be
 # seen yet is just being committed: worth another try at once.
@@ -58,6 +59,7 @@ class Call:
         args: the call's positional arguments.
         kwargs: the call's keyword arguments.
         body: calls the task's own code.
+        request: the task's request, which is looked up anew each time that Celery is asked for it.
     """
 
     task: celery.Task[..., Any]
@@ -66,6 +68,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     body: Callable[[], Any]
+    request: Context
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
     _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -89,9 +92,9 @@ class Call:
             DatabaseUnavailable: it did not run, and ``lock_unavailable="raise"`` or it has
                 been postponed for too long.
         """
-        delivery = messages.read(self.task.request)
+        delivery = messages.read(self.request)
         name, key = self.chosen.lock(
-            self.config.namespace, self.task.name, self.args, self.kwargs, self.task.request
+            self.config.namespace, self.task.name, self.args, self.kwargs, self.request
         )
         notices.of_delivery(
             self.config.namespace, self.task.name, delivery, self._option("once_per")
@@ -104,7 +107,7 @@ class Call:
             run_key=None,
             task=self.task.name,
             task_id=delivery.task_id,
-            node=_node(self.task),
+            node=_node(self.request),
             max_lost=self._option("max_crash_retries"),
             due_at=delivery.due,
             entry=delivery.entry,
@@ -123,7 +126,7 @@ class Call:
             raise messages.drop() from None
 
     def _attempt(self, delivery: messages.Delivery, unclaimed: claims.Work) -> Any:
-        executor = self._executor()
+        executor = self._executor(unclaimed.node)
         identifier = self._identifier(executor, unclaimed)
         now: dt.datetime | None = None
         while True:
@@ -178,12 +181,10 @@ class Call:
         work: claims.Work,
         window: claims.Window | None,
     ) -> attempts.Ran[Any] | claims.Refused:
-        request = self.task.request
-
         def body(run: runs.Run) -> Any:
             self._entered.append(run)
             if not delivery.direct:
-                messages.fix(request, work)
+                messages.fix(self.request, work)
             return self.body()
 
         def patience(refused: claims.Refused) -> float:
@@ -323,14 +324,14 @@ class Call:
         )
         return True
 
-    def _executor(self) -> execution.Executor:
+    def _executor(self, node: str) -> execution.Executor:
         level: sessions.Level = self._option("lock_level")
         records: ledger.Ledger | locks.NameLockOnly = (
             locks.NameLockOnly()
             if self._option("once_per") is None
             else ledger.Ledger(self.config.schema, self.config.retention)
         )
-        stack, transact = idle_sessions.source(self.config, level, _node(self.task))
+        stack, transact = idle_sessions.source(self.config, level, node)
         return execution.Executor(
             stack=stack,
             transact=transact,
@@ -366,6 +367,6 @@ class Call:
         return self.chosen.value(name, self.config.options)
 
 
-def _node(task: celery.Task[..., Any]) -> str:
-    hostname = task.request.hostname or socket.gethostname()
+def _node(request: Context) -> str:
+    hostname = request.hostname or socket.gethostname()
     return f"{hostname}:{os.getpid()}"

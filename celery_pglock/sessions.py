@@ -32,7 +32,7 @@ from psycopg import generators
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import connections
+from celery_pglock import connections, prepared
 
 Level = Literal["session", "transaction"]
 
@@ -89,6 +89,7 @@ class Session:
         self.outlives_exit = False
         self._asked: float | None = None
         self._cursor: psycopg.Cursor[Any] | None = None
+        self._prepared: prepared.Prepared | None = None
         self._closing = threading.Lock()
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
@@ -137,11 +138,7 @@ class Session:
                 msg = "a statement that was interrupted is not answered"
                 raise psycopg.OperationalError(msg)  # noqa: TRY301 - so it is closed, as ever
             started = time.monotonic()
-            # One for all statements: making one takes as long as all else that is done here.
-            cursor = self._cursor = self._cursor or self.cursor()
-            cursor.execute(query, parameters)
-            # Without a result there is no position in it; `description` would make its columns.
-            rows = cursor.fetchall() if cursor.rownumber is not None else []
+            rows = self._rows(query, parameters)
         except BaseException as error:
             self._cursor = None
             if isinstance(error, Exception) or not self.outlives_exit:
@@ -149,6 +146,17 @@ class Session:
             raise
         self.proven = started
         return rows
+
+    def _rows(self, query: bytes, parameters: Mapping[str, Any] | None) -> list[Any]:
+        if self.level == "session":
+            # Nobody but us uses this connection.
+            ours = self._prepared = self._prepared or prepared.Prepared(self.connection)
+            return ours.rows(query, parameters)
+        # One for all statements: making one takes as long as all else that is done here.
+        cursor = self._cursor = self._cursor or self.cursor()
+        cursor.execute(query, parameters)
+        # Without a result there is no position in it; `description` would make its columns.
+        return cursor.fetchall() if cursor.rownumber is not None else []
 
     def settle(self, patience: float) -> bool:
         """Read what is left of a statement whose wait was interrupted.

@@ -106,7 +106,13 @@ class LockedTask(_Task):
             notices.disabled()
             return body()
         call = calls.Call(
-            task=self, config=config, chosen=chosen, args=args, kwargs=kwargs, body=body
+            task=self,
+            config=config,
+            chosen=chosen,
+            args=args,
+            kwargs=kwargs,
+            body=body,
+            request=self.request,
         )
         try:
             return call.make()

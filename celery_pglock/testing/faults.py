@@ -212,6 +212,7 @@ def _begin(
             args=tuple(message.args),
             kwargs=message.kwargs,
             body=lambda: None,
+            request=task.request,
         ).make()
     return Elsewhere(message, lambda: begun.end(database), begun.settle)
 

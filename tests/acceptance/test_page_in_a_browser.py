@@ -399,7 +399,8 @@ def pause(browser: Chrome) -> None:
 
 
 def text(browser: Chrome, selector: str) -> str:
-    return str(browser.find_element(By.CSS_SELECTOR, selector).get_attribute("textContent"))
+    """Return a text of the page, in one step: found first, its element may be another by then."""
+    return str(script(browser, f"return document.querySelector({selector!r}).textContent"))
 
 
 def label(cell: WebElement) -> str:
@@ -419,8 +420,7 @@ def test_it_follows_beats_and_workers_that_really_run(
     web = stage.processes.celery(APP, "pglock", "web", "--port", "0", env=stage.env(), name="web")
     url = web.wait_for_line(r"at (http://\S+)")[1]
     browser.get(url)
-    facts = browser.find_element(By.CSS_SELECTOR, "[data-part=beats]").text
-    assert f":{leader.pid}, term 1" in facts
+    assert f":{leader.pid}, term 1" in facts_of(browser)
     standby = next(beat for beat in beats if beat is not leader)
     eventually(lambda: f":{standby.pid}" in facts_of(browser), 20)
     leader.kill()
@@ -428,7 +428,7 @@ def test_it_follows_beats_and_workers_that_really_run(
         lambda: f":{standby.pid}, term 2" in facts_of(browser), 30, "the page tells the new leader"
     )
     stage.wait_for_runs(3)
-    eventually(lambda: "done" in map(state_of, cells(browser, "often")), 30)
+    eventually(lambda: has(browser, "often", "done"), 30)
     assert "psql of somebody" in text(browser, 'tr[data-job="held"]')
     browser.get("about:blank")
     web.send(signal.SIGTERM)
@@ -437,4 +437,11 @@ def test_it_follows_beats_and_workers_that_really_run(
 
 
 def facts_of(browser: Chrome) -> str:
-    return html.unescape(browser.find_element(By.CSS_SELECTOR, "[data-part=beats]").text)
+    facts = script(browser, "return document.querySelector('[data-part=beats]').innerText")
+    return html.unescape(str(facts))
+
+
+def has(browser: Chrome, job: str, state: str) -> bool:
+    return bool(
+        script(browser, f"return !!document.querySelector('tr[data-job=\"{job}\"] td.{state}')")
+    )
