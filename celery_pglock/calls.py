@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import os
 import socket
 import threading
@@ -42,6 +43,8 @@ from celery_pglock import (
 if TYPE_CHECKING:
     import celery
     from celery.app.task import Context
+
+_NAME_LOCK_ONLY: Final = locks.NameLockOnly()
 
 # A holder that was gone when it was asked for had just ended, and a claim whose row cannot be
 # seen yet is just being committed: worth another try at once.
@@ -99,12 +102,52 @@ class Call:
         notices.of_delivery(
             self.config.namespace, self.task.name, delivery, self._option("once_per")
         )
-        unclaimed = claims.Work(
-            job=f"{self.config.namespace}:{name}",
-            period=None,
+        try:
+            return self._attempt(delivery, name, key)
+        except errors.DatabaseUnavailable as error:
+            # From inside the body it is the body's own affair, and that has run.
+            if self._entered or self._option("lock_unavailable") == "raise":
+                raise
+            unclaimed = self._work(delivery, name, key)
+            if not self._postpone(delivery, unclaimed, str(error), record=False):
+                raise
+            raise messages.drop() from None
+
+    def _attempt(self, delivery: messages.Delivery, name: str, key: int) -> Any:
+        executor = self._executor()
+        identifier = self._identifier(executor, delivery)
+        now: dt.datetime | None = None
+        while True:
+            who = identifier.identify(delivery, name, now)
+            work = self._work(delivery, name, key, who)
+            if delivery.seen == 0 and work.origin is not None:
+                work = self._seen(executor, work)
+            answer = self._execute(executor, delivery, work, who.window)
+            if isinstance(answer, attempts.Ran):
+                return answer.value
+            if answer.kind != "moved":
+                return self._refused(executor, delivery, work, answer)
+            now = answer.now
+
+    def _work(
+        self,
+        delivery: messages.Delivery,
+        name: str,
+        key: int,
+        who: identity.Identity | None = None,
+    ) -> claims.Work:
+        """Return what is to be run, or as much as is known before its period is."""
+        namespace, run_key, origin = self.config.namespace, None, None
+        job, period = (f"{namespace}:{name}", None) if who is None else (who.job, who.period)
+        if period is not None:
+            run_key = keys.of_run(namespace, job, period)
+            origin = self._origin(delivery, job, period)
+        return claims.Work(
+            job=job,
+            period=period,
             name=name,
             name_key=key,
-            run_key=None,
+            run_key=run_key,
             task=self.task.name,
             task_id=delivery.task_id,
             node=_node(self.request),
@@ -114,40 +157,8 @@ class Call:
             term=delivery.term,
             seen=delivery.seen,
             again=delivery.redelivered,
+            origin=origin,
         )
-        try:
-            return self._attempt(delivery, unclaimed)
-        except errors.DatabaseUnavailable as error:
-            # From inside the body it is the body's own affair, and that has run.
-            if self._entered or self._option("lock_unavailable") == "raise":
-                raise
-            if not self._postpone(delivery, unclaimed, str(error), record=False):
-                raise
-            raise messages.drop() from None
-
-    def _attempt(self, delivery: messages.Delivery, unclaimed: claims.Work) -> Any:
-        executor = self._executor(unclaimed.node)
-        identifier = self._identifier(executor, unclaimed)
-        now: dt.datetime | None = None
-        while True:
-            who = identifier.identify(delivery, unclaimed.name, now)
-            work = unclaimed
-            if who.period is not None:
-                work = dataclasses.replace(
-                    unclaimed,
-                    job=who.job,
-                    period=who.period,
-                    run_key=keys.of_run(self.config.namespace, who.job, who.period),
-                    origin=self._origin(delivery, who.job, who.period),
-                )
-            if delivery.seen == 0 and work.origin is not None:
-                work = self._seen(executor, work)
-            answer = self._execute(executor, delivery, work, who.window)
-            if isinstance(answer, attempts.Ran):
-                return answer.value
-            if answer.kind != "moved":
-                return self._refused(executor, delivery, work, answer)
-            now = answer.now
 
     def _origin(self, delivery: messages.Delivery, job: str, period: str) -> tuple[str, str] | None:
         if delivery.entry is None or delivery.due is None:
@@ -324,14 +335,14 @@ class Call:
         )
         return True
 
-    def _executor(self, node: str) -> execution.Executor:
+    def _executor(self) -> execution.Executor:
         level: sessions.Level = self._option("lock_level")
         records: ledger.Ledger | locks.NameLockOnly = (
-            locks.NameLockOnly()
+            _NAME_LOCK_ONLY
             if self._option("once_per") is None
-            else ledger.Ledger(self.config.schema, self.config.retention)
+            else _ledger(self.config.schema, self.config.retention)
         )
-        stack, transact = idle_sessions.source(self.config, level, node)
+        stack, transact = idle_sessions.source(self.config, level, _node(self.request))
         return execution.Executor(
             stack=stack,
             transact=transact,
@@ -346,12 +357,13 @@ class Call:
             ),
         )
 
-    def _identifier(self, executor: execution.Executor, work: claims.Work) -> identity.Identifier:
+    def _identifier(
+        self, executor: execution.Executor, delivery: messages.Delivery
+    ) -> identity.Identifier:
         def period_of(job: str) -> str | None:
-            records = executor.records
-            if not isinstance(records, ledger.Ledger) or work.task_id is None:
+            records, task_id = executor.records, delivery.task_id
+            if not isinstance(records, ledger.Ledger) or task_id is None:
                 return None
-            task_id = work.task_id
             return executor.tell(lambda session: records.period_of(session, job, task_id))
 
         return identity.Identifier(
@@ -365,6 +377,12 @@ class Call:
 
     def _option(self, name: str) -> Any:
         return self.chosen.value(name, self.config.options)
+
+
+@functools.cache
+def _ledger(schema: str, keep: float | None) -> ledger.Ledger:
+    # It has no state.
+    return ledger.Ledger(schema, keep)
 
 
 def _node(request: Context) -> str:

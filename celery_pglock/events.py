@@ -44,12 +44,15 @@ lock_lost = Signal(name="lock_lost", providing_args=["job", "period", "reason"])
 
 def started(task: celery.Task[..., Any], run: runs.Run) -> None:
     """Tell that a body is about to begin under its locks."""
-    _log.debug(
-        "run started: %s, attempt %s",
-        _named(run.job, run.period),
-        run.attempt,
-        extra=_fields("run_started", run.job, run.period, attempt=run.attempt, lock_key=run.key),
-    )
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug(
+            "run started: %s, attempt %s",
+            _named(run.job, run.period),
+            run.attempt,
+            extra=_fields(
+                "run_started", run.job, run.period, attempt=run.attempt, lock_key=run.key
+            ),
+        )
     if run.lost_attempts:
         _log.warning(
             "run takes over: %s; %s earlier attempt(s) died without an outcome",
@@ -70,12 +73,13 @@ def finished(
     task: celery.Task[..., Any], run: runs.Run, status: str, exception: BaseException | None = None
 ) -> None:
     """Tell that a body has ended and what was recorded."""
-    _log.debug(
-        "run finished: %s, %s",
-        _named(run.job, run.period),
-        status,
-        extra=_fields("run_finished", run.job, run.period, attempt=run.attempt, status=status),
-    )
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug(
+            "run finished: %s, %s",
+            _named(run.job, run.period),
+            status,
+            extra=_fields("run_finished", run.job, run.period, attempt=run.attempt, status=status),
+        )
     run_finished.send(sender=task, run=run, status=status, exception=exception)
 
 

@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import psycopg
+
 from celery_pglock import (
     attempts,
     claims,
@@ -123,13 +125,13 @@ class Executor:
         for last in (False, True):
             session = loan.take()
             try:
-                with schema.translated(session.target, self.records.schema):
-                    return session, self.records.claim(session, work, claim=claim, window=window)
-            except errors.DatabaseUnavailable:
+                return session, self.records.claim(session, work, claim=claim, window=window)
+            except psycopg.Error as error:
+                fault = schema.fault(error, session.target, self.records.schema)
+                if last or isinstance(fault, errors.SchemaError):
+                    raise fault from error
                 # An idle session may have died unseen. The same claim again is the same
                 # attempt, so asking once more over a new session is safe.
-                if last:
-                    raise
                 self.stack.close()
             except BaseException as struck:
                 if isinstance(struck, errors.PGLockError) and not attempts.struck_by(struck, work):

@@ -95,7 +95,7 @@ class Hold:
 
     def begin(self) -> None:
         """Start watching."""
-        self.session.on_close = weakref.WeakMethod(self.release)
+        self.session.on_close = weakref.ref(self)
         self.descriptor = self.session.connection.fileno()
         self._began = time.monotonic()
         if not self.proves:

@@ -111,8 +111,11 @@ class Monitor:
         with self._mutex:
             # A descriptor that was closed may be another session's by now.
             if self._holds.get(hold.descriptor) is hold:
-                with contextlib.suppress(OSError):
+                # Without contextlib: this is done at the end of each run.
+                try:  # noqa: SIM105
                     self._epoll.unregister(hold.descriptor)
+                except OSError:
+                    pass
                 del self._holds[hold.descriptor]
 
     def listen(self, hold: Watched, *, answers: bool) -> None:
@@ -255,6 +258,8 @@ class _Process:
 
 def of_this_process() -> Monitor:
     """Return the monitor of this process; the first call starts its thread."""
+    if (found := _Process.monitor) is not None:
+        return found
     with _Process.mutex:
         if _Process.monitor is None:
             _Process.monitor = Monitor()

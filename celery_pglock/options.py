@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -82,6 +83,8 @@ class Options:
         """
         name: object = self.given.get("lock_name", task)
         by: Sequence[str] = self.given.get("lock_by", ())
+        if isinstance(name, str) and not by:
+            return _plain(namespace, name, task)
         arguments: Mapping[str, Any] = {}
         if by or callable(name):
             bound = self.signature.bind(*args, **kwargs)
@@ -101,6 +104,12 @@ class Options:
         if by:
             name = keys.with_arguments(name, {key: arguments[key] for key in by})
         return name, keys.from_name(namespace, "task", name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(namespace: str, name: str, task: str) -> tuple[str, int]:
+    keys.check_name(name, f"lock_name of task {task!r}")
+    return name, keys.from_name(namespace, "task", name)
 
 
 def locked(task: object) -> Options | None:

@@ -230,30 +230,36 @@ def translated(target: str, schema: str) -> Iterator[None]:
     """Turn what psycopg raises in a ledger statement into what the user can act upon.
 
     Raises:
-        SchemaError: tables, constraint or rights are missing.
-        DatabaseUnavailable: anything else.
+        SchemaError, DatabaseUnavailable: see ``fault``.
     """
     try:
         yield
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-        raise errors.SchemaError(
-            schema, "has no tables of celery-pglock", MIGRATE_COMMAND
-        ) from error
-    except psycopg.errors.UndefinedColumn as error:
-        fault = "is older than this release needs"
-        raise errors.SchemaError(schema, fault, MIGRATE_COMMAND) from error
-    except psycopg.errors.InvalidColumnReference as error:
-        fault = "has a table job_runs without its UNIQUE (job, period)"
-        raise errors.SchemaError(
-            schema, fault, "run: celery -A <your app> pglock migrate --check"
-        ) from error
-    except psycopg.errors.InsufficientPrivilege as error:
-        fault = f"may not be used by this role ({str(error).splitlines()[0]})"
-        raise errors.SchemaError(
-            schema, fault, "run the GRANTs that celery -A <your app> pglock migrate prints"
-        ) from error
     except psycopg.Error as error:
-        raise errors.DatabaseUnavailable(target, " ".join(str(error).split())) from error
+        raise fault(error, target, schema) from error
+
+
+def fault(
+    error: psycopg.Error, target: str, schema: str
+) -> errors.SchemaError | errors.DatabaseUnavailable:
+    """Return what the user can act upon of an error of a ledger statement.
+
+    ``SchemaError`` when tables, constraint or rights are missing, else ``DatabaseUnavailable``.
+    """
+    match error:
+        case psycopg.errors.UndefinedTable() | psycopg.errors.InvalidSchemaName():
+            return errors.SchemaError(schema, "has no tables of celery-pglock", MIGRATE_COMMAND)
+        case psycopg.errors.UndefinedColumn():
+            return errors.SchemaError(schema, "is older than this release needs", MIGRATE_COMMAND)
+        case psycopg.errors.InvalidColumnReference():
+            what = "has a table job_runs without its UNIQUE (job, period)"
+            remedy = "run: celery -A <your app> pglock migrate --check"
+            return errors.SchemaError(schema, what, remedy)
+        case psycopg.errors.InsufficientPrivilege():
+            what = f"may not be used by this role ({str(error).splitlines()[0]})"
+            remedy = "run the GRANTs that celery -A <your app> pglock migrate prints"
+            return errors.SchemaError(schema, what, remedy)
+        case _:
+            return errors.DatabaseUnavailable(target, " ".join(str(error).split()))
 
 
 def _connect(target: connections.Target) -> psycopg.Connection[Any]:

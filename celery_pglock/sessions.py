@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import psycopg
 from psycopg import generators
@@ -62,6 +62,14 @@ class Plan:
     lease: float | None = None
 
 
+class Releasable(Protocol):
+    """What ends with the session."""
+
+    def release(self) -> object:
+        """End."""
+        ...
+
+
 class Session:
     """One server session that holds the locks of at most one run.
 
@@ -72,7 +80,7 @@ class Session:
             then the session has lived for certain.
         outlives_exit: a SystemExit in the middle of a statement does not close it, because
             its owner still has to say good-bye: see ``settle``.
-        on_close: a weak reference to what is called once when the session is closed, before
+        on_close: a weak reference to what is released once when the session is closed, before
             its connection is.
     """
 
@@ -85,7 +93,7 @@ class Session:
         self.pooled = False
         self.lost_after = plan.lost_after
         self.proven = time.monotonic()
-        self.on_close: Callable[[], Callable[[], object] | None] | None = None
+        self.on_close: Callable[[], Releasable | None] | None = None
         self.outlives_exit = False
         self._asked: float | None = None
         self._cursor: psycopg.Cursor[Any] | None = None
@@ -118,7 +126,8 @@ class Session:
         Raises:
             psycopg.Error: see ``rows``.
         """
-        return next(iter(self.rows(query, parameters)), None)
+        rows = self.rows(query, parameters)
+        return rows[0] if rows else None
 
     def rows(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> list[Any]:
         """Run one statement and return its rows, as named tuples.
@@ -226,8 +235,8 @@ class Session:
             _blind(self.connection)
             return
         told, self.on_close = self.on_close, None
-        if told is not None and (tell := told()) is not None:
-            tell()
+        if told is not None and (hold := told()) is not None:
+            hold.release()
         with self._closing:
             try:
                 self.connection.close()

@@ -152,7 +152,9 @@ class Stack:
     @property
     def due(self) -> float:
         """When the session that has been idle for longest is closed."""
-        return min((since for _, since in list(self._idle)), default=math.inf) + IDLE_FOR
+        # They are in the order in which they were given back.
+        oldest = self._idle[:1]
+        return oldest[0][1] + IDLE_FOR if oldest else math.inf
 
     def tick(self) -> float:
         """Close the sessions that nobody has needed for ``IDLE_FOR``; for the monitor."""
