@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import datetime as dt
 import functools
-import hashlib
+import itertools
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,25 +25,22 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
-    from psycopg.abc import PQGen
     from psycopg.pq.abc import PGresult
 
 # As psycopg's cursors have it: a percent sign that is meant is written twice.
 _PLACEHOLDER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Statement:
     """A statement whose parameters have numbers.
 
     Attributes:
         text: as the server takes it.
-        name: under which a session keeps it.
         parameters: their names, in the order of their numbers.
     """
 
     text: bytes
-    name: bytes
     parameters: tuple[str, ...]
 
 
@@ -58,8 +55,7 @@ def statement(query: bytes) -> Statement:
         return b"$%d" % numbers.setdefault(found[1], len(numbers) + 1)
 
     text = _PLACEHOLDER.sub(number, query)
-    digest = hashlib.sha256(text).hexdigest()[:16]
-    return Statement(text, f"pglock_{digest}".encode(), tuple(name.decode() for name in numbers))
+    return Statement(text, tuple(name.decode() for name in numbers))
 
 
 class Prepared:
@@ -72,9 +68,12 @@ class Prepared:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
         self._adapter = Transformer(connection)
-        self._encoding = connection.info.encoding
-        self._known: set[bytes] = set()
-        self._rows: dict[bytes, Callable[[Sequence[Any]], Any]] = {}
+        # What SQL_ASCII keeps is bytes: psycopg too writes UTF-8 there.
+        encoding = connection.info.encoding
+        self._encoding = "utf-8" if encoding == "ascii" else encoding
+        self._numbers = itertools.count(1)
+        self._names: dict[Statement, bytes] = {}
+        self._rows: dict[Statement, Callable[[Sequence[Any]], Any]] = {}
 
     def rows(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> list[Any]:
         """Run a statement and return its rows, as named tuples.
@@ -93,26 +92,33 @@ class Prepared:
         if connection.prepare_threshold is None:
             libpq.send_query_params(ours.text, values)
         else:
-            if ours.name not in self._known:
-                libpq.send_prepare(ours.name, ours.text)
-                self._wait(generators.execute(libpq))
-                self._known.add(ours.name)
-            libpq.send_query_prepared(ours.name, values)
-        result = self._wait(generators.execute(libpq))
+            libpq.send_query_prepared(self._names.get(ours) or self._prepare(ours), values)
+        result = self._wait()
         if result.ntuples == 0:
             return []
         adapter = self._adapter
         adapter.set_pgresult(result)
-        make = self._rows.get(ours.name)
+        make = self._rows.get(ours)
         if make is None:
-            make = self._rows[ours.name] = _maker(result)
+            make = self._rows[ours] = _maker(result)
         return adapter.load_rows(0, result.ntuples, make)
 
-    def _wait(self, waiting: PQGen[list[PGresult]]) -> PGresult:
-        (result,) = self._connection.wait(waiting)
-        if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
-            raise psycopg.errors.error_from_result(result, encoding=self._encoding)
-        return result
+    def _prepare(self, ours: Statement) -> bytes:
+        # A number of its own each time: one that was interrupted may have been prepared all the
+        # same, and the server knows no name twice.
+        name = b"pglock_%d" % next(self._numbers)
+        self._connection.pgconn.send_prepare(name, ours.text)
+        self._wait()
+        self._names[ours] = name
+        return name
+
+    def _wait(self) -> PGresult:
+        waiting = generators.execute(self._connection.pgconn)
+        results: list[PGresult] = self._connection.wait(waiting)
+        for result in results:
+            if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
+                raise psycopg.errors.error_from_result(result, encoding=self._encoding)
+        return results[-1]
 
     def _encode(self, value: Any) -> bytes | None:
         if isinstance(value, str):

@@ -60,6 +60,37 @@ def test_a_value_comes_back_as_it_went(
     assert row.nothing is (value is None)
 
 
+@pytest.mark.parametrize("encoding", ["UTF8", "LATIN1", "SQL_ASCII"])
+def test_a_text_is_written_as_the_connection_writes_it(
+    read_blank_database: Database, encoding: str
+) -> None:
+    with contextlib.closing(
+        read_blank_database.connect(client_encoding=encoding, prepare_threshold=0)
+    ) as connection:
+        query = b"select %(value)s::text = U&'Gr\\00FC\\00DFe' as same"
+        (row,) = prepared.Prepared(connection).rows(query, {"value": "Grüße"})
+    assert row.same
+
+
+def test_one_whose_preparation_was_interrupted_is_prepared_again(
+    connection: psycopg.Connection[Any],
+) -> None:
+    ours, query = prepared.Prepared(connection), b"select 'again' as word"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ours.rows(query)
+    while connection.pgconn.is_busy():
+        connection.pgconn.consume_input()
+    while connection.pgconn.get_result() is not None:
+        pass
+    assert ours.rows(query)[0].word == "again"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_is_a_kind_of_text_is_written_as_psycopg_writes_it(
     connection: psycopg.Connection[Any],
 ) -> None:
