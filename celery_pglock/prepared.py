@@ -25,6 +25,7 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
+    from psycopg import abc
     from psycopg.pq.abc import PGresult
 
 # As psycopg's cursors have it: a percent sign that is meant is written twice.
@@ -71,6 +72,7 @@ class Prepared:
         # What SQL_ASCII keeps is bytes: psycopg too writes UTF-8 there.
         encoding = connection.info.encoding
         self._encoding = "utf-8" if encoding == "ascii" else encoding
+        self._writers = _Writers(self._adapter, self._encoding)
         self._numbers = itertools.count(1)
         self._names: dict[Statement, bytes] = {}
         self._rows: dict[Statement, Callable[[Sequence[Any]], Any]] = {}
@@ -85,8 +87,8 @@ class Prepared:
             psycopg.Error: as the cursor raises it.
         """
         ours = statement(query)
-        given = parameters or {}
-        values = [self._encode(given[name]) for name in ours.parameters]
+        given, writers = parameters or {}, self._writers
+        values = [writers[type(value := given[name])](value) for name in ours.parameters]
         connection = self._connection
         libpq = connection.pgconn
         if connection.prepare_threshold is None:
@@ -120,24 +122,36 @@ class Prepared:
                 raise psycopg.errors.error_from_result(result, encoding=self._encoding)
         return results[-1]
 
-    def _encode(self, value: Any) -> bytes | None:
-        if isinstance(value, str):
-            if "\0" in value:
-                # libpq would end the text there.
-                msg = "a text for PostgreSQL cannot hold NUL"
-                raise psycopg.DataError(msg)
-            return value.encode(self._encoding)
-        if (encode := _ENCODERS.get(type(value))) is not None:
-            return encode(value)
-        dumped = self._adapter.get_dumper(value, PyFormat.TEXT).dump(value)
-        return None if dumped is None else bytes(dumped)
+
+class _Writers(dict[type, Callable[[Any], bytes | None]]):
+    """How a value of each type is written; of others psycopg is asked."""
+
+    def __init__(self, adapter: abc.Transformer, encoding: str) -> None:
+        super().__init__(_WRITERS)
+        self[str] = functools.partial(_text, encoding)
+        self._adapter = adapter
+
+    def __missing__(self, kind: type) -> Callable[[Any], bytes | None]:
+        return self._ask
+
+    def _ask(self, value: Any) -> bytes | None:
+        written = self._adapter.get_dumper(value, PyFormat.TEXT).dump(value)
+        return None if written is None else bytes(written)
+
+
+def _text(encoding: str, value: str) -> bytes:
+    if "\0" in value:
+        # libpq would end the text there.
+        msg = "a text for PostgreSQL cannot hold NUL"
+        raise psycopg.DataError(msg)
+    return value.encode(encoding)
 
 
 def _interval(value: dt.timedelta) -> bytes:
     return b"%d days %d seconds %d microseconds" % (value.days, value.seconds, value.microseconds)
 
 
-_ENCODERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
+_WRITERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
     NoneType: lambda _: None,
     bool: lambda value: b"t" if value else b"f",
     int: b"%d".__mod__,
