@@ -4,81 +4,49 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from celery_pglock.demo.servers import children
+from typing_extensions import override
+
+from celery_pglock.demo.servers import children, private
 from tests.support.requirements import require
 
 # Erlang takes some seconds to start, and many on a busy machine.
 _PATIENCE = 90.0
 
 
-class RabbitMQNode:
-    """A RabbitMQ at 127.0.0.1 without plugins, in a private directory, with a cookie of its own.
+class RabbitMQNode(private.PrivateServer):
+    """A RabbitMQ at 127.0.0.1 without plugins, with a cookie of its own.
 
     It has an epmd (Erlang's port mapper) of its own too: one that the first node of a machine
-    starts would outlive the test. Skips the test where RabbitMQ is not installed.
-
-    Attributes:
-        port: The AMQP port, the same after each restart.
-        log_file: What the node logs.
+    starts would outlive the test. Skips the test where RabbitMQ is not installed. Its pid is that
+    of Erlang's emulator, which is the whole node.
     """
+
+    name = "RabbitMQ"
 
     def __init__(self) -> None:
         self._program = _program()
         epmd = shutil.which("epmd")
         require(epmd, "epmd, which comes with Erlang (apt install rabbitmq-server)")
         self._epmd_command = [str(epmd), "-address", "127.0.0.1"]
-        self.port = children.free_port()
-        self._base = Path(tempfile.mkdtemp(prefix="pglock-rabbitmq-"))
-        self.log_file = self._base / "server.log"
-        self.log_file.touch()
+        super().__init__("pglock-rabbitmq-")
         (self._base / "plugins").write_text("[].\n")
         self._epmd_port = children.free_port()
         self._dist_port = children.free_port()
         self._epmd: subprocess.Popen[bytes] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """The process id of Erlang's emulator, which is the whole node."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the node was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
 
     @property
     def url(self) -> str:
         """The URL of its one virtual host."""
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
+    @override
     def start(self) -> Self:
-        """Start the node on the data that it has, and wait until it takes connections."""
-        assert not self.running
+        self._refuse_running()
         if self._epmd is None:
             command = [*self._epmd_command, "-port", str(self._epmd_port)]
             self._epmd = children.spawn(command, log=self._base / "epmd.log", cwd=self._base)
@@ -93,24 +61,17 @@ class RabbitMQNode:
         )
         return self
 
-    def kill(self) -> None:
-        """Kill the node with SIGKILL, and wait until it has ended."""
-        assert self._process is not None
-        self._process.kill()
-        self.wait()
-
     def wait(self) -> None:
         """Wait until the node has ended, which somebody else has killed."""
         assert self._process is not None
         self._process.wait(_PATIENCE)
 
-    def close(self) -> None:
-        """Kill everything and remove its directory; it cannot be started again."""
+    @override
+    def _end(self) -> None:
         for process in (self._process, self._epmd):
             if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
                 process.wait()
-        shutil.rmtree(self._base, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
         # What is set for another node of this machine must not reach this one.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
-from celery_pglock.demo.servers import binaries, children
+from typing_extensions import override
+
+from celery_pglock.demo.servers import binaries, children, private
 
 _READY_LINE: Final = 7  # of postmaster.pid, counted from 0
 _STOP_SIGNALS: Final = {
@@ -25,12 +23,11 @@ _STOP_SIGNALS: Final = {
 StopMode = Literal["smart", "fast", "immediate"]
 
 
-class PostgresServer:
+class PostgresServer(private.PrivateServer):
     """A PostgreSQL server at 127.0.0.1 and on a unix socket, with the superuser `postgres`.
 
-    Nothing is asked for a password. As a context manager it is started on entering; on leaving it
-    is stopped and its directory removed. It ends at once when this process ends, even by SIGKILL.
-    As root it is run by the account `nobody`, since PostgreSQL refuses to be run by root.
+    Nothing is asked for a password. As root it is run by the account `nobody`, since PostgreSQL
+    refuses to be run by root.
 
     Args:
         settings: Server settings by name. Change `settings` and `restart` to try others.
@@ -41,56 +38,22 @@ class PostgresServer:
     Attributes:
         settings: The server settings, read at each start.
         env: Added to the server's environment at each start.
-        port: The TCP port, the same after each restart.
         data_dir: The data directory.
         socket_dir: The directory of the unix socket.
-        log_file: What the server logs.
     """
 
+    name = "PostgreSQL"
+
     def __init__(self, settings: Mapping[str, str | int] | None = None) -> None:
-        self.settings: dict[str, str | int] = dict(settings or {})
-        self.env: dict[str, str] = {}
-        self.port = children.free_port()
         self._account = children.Account.unprivileged()
         self._bin = binaries.runnable(binaries.postgres_bin(), by_others=self._account is not None)
-        place = binaries.place_for(others=self._account is not None)
-        self._base = Path(tempfile.mkdtemp(prefix="pglock-pg-", dir=place))
+        super().__init__("pglock-pg-", binaries.place_for(others=self._account is not None))
+        self.settings: dict[str, str | int] = dict(settings or {})
+        self.env: dict[str, str] = {}
         self.data_dir = self._base / "data"
         self.socket_dir = self._base
-        self.log_file = self._base / "server.log"
-        self.log_file.touch()
         if self._account is not None:
             os.chown(self._base, self._account.uid, self._account.gid)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """The process id of the postmaster.
-
-        Raises:
-            ServerError: The server is not running.
-        """
-        return self._running().pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the server was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
 
     def url(self, dbname: str = "postgres", *, socket: bool = False) -> str:
         """Return the libpq URL of a database, over TCP or over the unix socket."""
@@ -98,14 +61,9 @@ class PostgresServer:
             return f"postgresql://postgres@/{dbname}?host={self.socket_dir}&port={self.port}"
         return f"postgresql://postgres@127.0.0.1:{self.port}/{dbname}"
 
+    @override
     def start(self) -> Self:
-        """Start the server and wait until it takes connections; make its data on first use.
-
-        Raises:
-            ServerError: It runs already, or does not start; the message ends with its log.
-        """
-        if self.running:
-            raise children.ServerError(f"PostgreSQL on port {self.port} is already running.")
+        self._refuse_running()
         if not self.data_dir.exists():
             self._run(
                 "initdb", "--pgdata", self.data_dir, "--username=postgres", "--auth=trust",
@@ -135,18 +93,14 @@ class PostgresServer:
         Raises:
             ServerError: It does not stop in time.
         """
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.send_signal(_STOP_SIGNALS[mode])
-            children.wait_until_ended(self._process, log=self.log_file)
-        self._process = None
+        self._end_by(_STOP_SIGNALS[mode])
 
     def restart(self, mode: StopMode = "fast") -> None:
         """Stop the server if it runs, and start it with the settings as they are now."""
         self.stop(mode)
         self.start()
 
+    @override
     def kill(self) -> None:
         """Kill every process of the server with SIGKILL, as a loss of power would.
 
@@ -191,17 +145,9 @@ class PostgresServer:
         self._running()
         self._run("pg_ctl", "promote", "--wait", "--pgdata", self.data_dir)
 
-    def close(self) -> None:
-        """Stop the server at once and remove its directory; it cannot be started again."""
-        try:
-            self.stop("immediate")
-        finally:
-            shutil.rmtree(self._base, ignore_errors=True)
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            raise children.ServerError(f"PostgreSQL on port {self.port} is not running.")
-        return self._process
+    @override
+    def _end(self) -> None:
+        self.stop("immediate")
 
     def _ready(self, pid: int) -> bool:
         try:
