@@ -1,4 +1,4 @@
-"""What the figures are held against: ratios, because they hardly depend on the machine.
+"""What the figures are held against: ratios, because they depend less on the machine.
 
 Nothing fails when one is not met: it is written on the page. A test that is timed fails on a busy
 machine, and says nothing on a fast one.
