@@ -15,159 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import functools
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from psycopg import sql
-
-from celery_pglock import periods, table_names
+from celery_pglock import periods, schedule_statements
 
 NOBODY_LED: Final = "no beat was leading when it was due"
 CLOCK_SET_FORWARD: Final = "the server's clock was set forward over it"
 
 _TASK_IDS: Final = uuid.uuid5(uuid.NAMESPACE_DNS, "celery-pglock.task-id.v1")
 
-_LOAD: Final = """
-select entry, task, schedule, anchor, due_at, task_id, published_at, total_run_count, next_due_at,
- paused_until, definition::text as definition, revision, edited_at, added, registered,
- pg_catalog.clock_timestamp() as now
-from {entries} where namespace = %(namespace)s::text
-"""
-_LOAD_PAGE: Final = f"{_LOAD} and entry > %(after)s::text order by entry limit %(most)s::integer"
-_LOAD_SOME: Final = f"{_LOAD} and entry = any (%(names)s::text[])"
 # So many rows at once: while a leader is busy with more of them its session is idle, and would end.
 _PAGE: Final = 10_000
-
-_PAUSED: Final = """
-select entry, paused_until, pg_catalog.clock_timestamp() as now from {entries}
-where namespace = %(namespace)s::text and paused_until is not null
-"""
-
-_REGISTER: Final = """
-insert into {entries} as e (namespace, entry, task, schedule, anchor, next_due_at, registered)
-select %(namespace)s::text, w.entry, w.task, w.schedule, w.anchor, w.next_due_at, w.registered
-from rows from (pg_catalog.unnest(%(entry)s::text[]), pg_catalog.unnest(%(task)s::text[]),
- pg_catalog.unnest(%(schedule)s::text[]), pg_catalog.unnest(%(anchor)s::timestamptz[]),
- pg_catalog.unnest(%(next_due_at)s::timestamptz[]), pg_catalog.unnest(%(registered)s::bigint[]))
- as w(entry, task, schedule, anchor, next_due_at, registered)
-on conflict (namespace, entry) do update set task = excluded.task,
- schedule = excluded.schedule, anchor = excluded.anchor, next_due_at = excluded.next_due_at,
- registered = excluded.registered, seen_at = pg_catalog.clock_timestamp()
-"""
-
-# A part of the two statements after it.
-_MISSED: Final = """
- insert into {runs} (job, period, due_at, status, task, entry, term, finished_at, reason)
- select %(namespace)s::text || ':' || m.entry, m.period, m.due_at, 'missed', w.task, m.entry,
-  %(term)s::bigint, pg_catalog.clock_timestamp(), %(why_missed)s::text
- from rows from (pg_catalog.unnest(%(missed_entry)s::text[]),
-  pg_catalog.unnest(%(missed_due_at)s::timestamptz[]),
-  pg_catalog.unnest(%(missed_period)s::text[])) as m(entry, due_at, period)
- join w using (entry) join c using (entry) where w.recorded
- on conflict (job, period) do nothing
-"""
-
-# The clock that was set forward over an occurrence and then back again comes to it once more: so
-# what is recorded as missed is sent after all.
-_CLAIM: Final = """
-with w as materialized (
- select * from rows from (pg_catalog.unnest(%(entry)s::text[]),
-  pg_catalog.unnest(%(due_at)s::timestamptz[]), pg_catalog.unnest(%(next_due_at)s::timestamptz[]),
-  pg_catalog.unnest(%(task)s::text[]), pg_catalog.unnest(%(task_id)s::text[]),
-  pg_catalog.unnest(%(period)s::text[]), pg_catalog.unnest(%(recorded)s::boolean[]),
-  pg_catalog.unnest(%(revision)s::bigint[]))
-  as w(entry, due_at, next_due_at, task, task_id, period, recorded, revision)
-), c as (
- update {entries} e set due_at = w.due_at, next_due_at = w.next_due_at, task_id = w.task_id,
-  published_at = null, total_run_count = e.total_run_count + 1,
-  seen_at = pg_catalog.clock_timestamp()
- from w
- where e.namespace = %(namespace)s::text and e.entry = w.entry
-  and (e.due_at is null or e.published_at is not null and e.due_at < w.due_at)
-  and (e.paused_until is null or e.paused_until <= w.due_at)
-  and (w.revision is null or e.revision = w.revision)
-  and exists (select from {terms} t
-   where t.namespace = %(namespace)s::text and t.term = %(term)s::bigint)
- returning e.entry
-), r as (
- insert into {runs} as r (job, period, due_at, status, task, task_id, entry, term)
- select %(namespace)s::text || ':' || w.entry, w.period, w.due_at, 'sent', w.task, w.task_id,
-  w.entry, %(term)s::bigint
- from w join c using (entry) where w.recorded
- on conflict (job, period) do update set status = 'sent', task_id = excluded.task_id,
-  term = excluded.term, sent_at = null, finished_at = null, reason = null
- where r.status = 'missed' and r.attempts = 0
-), m as ({missed})
-select entry, pg_catalog.clock_timestamp() as now from c
-"""
-
-_MOVE_ON: Final = """
-with w as materialized (
- select * from rows from (pg_catalog.unnest(%(entry)s::text[]), pg_catalog.unnest(%(task)s::text[]),
-  pg_catalog.unnest(%(next_due_at)s::timestamptz[]), pg_catalog.unnest(%(recorded)s::boolean[]),
-  pg_catalog.unnest(%(revision)s::bigint[]))
-  as w(entry, task, next_due_at, recorded, revision)
-), c as (
- update {entries} e set next_due_at = w.next_due_at, seen_at = pg_catalog.clock_timestamp()
- from w
- where e.namespace = %(namespace)s::text and e.entry = w.entry
-  and (w.revision is null or e.revision = w.revision)
-  and exists (select from {terms} t
-   where t.namespace = %(namespace)s::text and t.term = %(term)s::bigint)
- returning e.entry
-), m as ({missed})
-select entry, pg_catalog.clock_timestamp() as now from c
-"""
-
-# Never an entry whose last claim is not confirmed: it is published under its own instant first.
-_RESET: Final = """
-update {entries} e set anchor = w.anchor, due_at = w.due_at, next_due_at = w.next_due_at,
- task_id = null, published_at = case when w.due_at is not null then pg_catalog.clock_timestamp() end,
- seen_at = pg_catalog.clock_timestamp()
-from rows from (pg_catalog.unnest(%(entry)s::text[]), pg_catalog.unnest(%(anchor)s::timestamptz[]),
- pg_catalog.unnest(%(due_at)s::timestamptz[]), pg_catalog.unnest(%(next_due_at)s::timestamptz[]))
- as w(entry, anchor, due_at, next_due_at)
-where e.namespace = %(namespace)s::text and e.entry = w.entry
- and (e.due_at is null or e.published_at is not null)
- and exists (select from {terms} t
-  where t.namespace = %(namespace)s::text and t.term = %(term)s::bigint)
-returning pg_catalog.clock_timestamp() as now
-"""
-
-# As new entries they begin anew, should they come back: nothing is due of them until then. Nor is
-# a claim sent by then that was not sent yet: its row is left to the rescue, which closes it.
-_LEAVE: Final = """
-with l as (
- update {entries} e set schedule = '', next_due_at = null, seen_at = pg_catalog.clock_timestamp(),
-  published_at = case when e.due_at is not null
-   then coalesce(e.published_at, pg_catalog.clock_timestamp()) end
- where e.namespace = %(namespace)s::text and e.entry = any (%(names)s::text[])
-  and exists (select from {terms} t
-   where t.namespace = %(namespace)s::text and t.term = %(term)s::bigint)
- returning e.entry, pg_catalog.to_char(e.due_at at time zone 'UTC',
-  'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"') as period
-)
-update {runs} r set sent_at = pg_catalog.clock_timestamp() from l
-where r.job = %(namespace)s::text || ':' || l.entry and r.period = l.period
- and r.status = 'sent' and r.sent_at is null
-"""
-
-# Only these two columns: a fast worker may have finished the run by now.
-_CONFIRM: Final = """
-with w as materialized (
- select * from rows from (pg_catalog.unnest(%(entry)s::text[]),
-  pg_catalog.unnest(%(due_at)s::timestamptz[]), pg_catalog.unnest(%(period)s::text[]))
-  as w(entry, due_at, period)
-), r as (
- update {runs} r set sent_at = pg_catalog.clock_timestamp() from w
- where r.job = %(namespace)s::text || ':' || w.entry and r.period = w.period and r.sent_at is null
-)
-update {entries} e set published_at = pg_catalog.clock_timestamp() from w
-where e.namespace = %(namespace)s::text and e.entry = w.entry and e.due_at = w.due_at
-returning pg_catalog.clock_timestamp() as now
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,34 +217,34 @@ class ScheduleStore:
         after = ""
         rows: list[Any] = [None] * _PAGE
         while len(rows) == _PAGE:
-            rows = self._run(_LOAD_PAGE, {"after": after, "most": _PAGE})
+            rows = self._run(schedule_statements.LOAD_PAGE, {"after": after, "most": _PAGE})
             yield rows
             after = rows[-1].entry if rows else after
 
     def _pages_of(self, names: list[str]) -> Iterator[list[Any]]:
         for start in range(0, len(names), _PAGE):
-            yield self._run(_LOAD_SOME, {"names": names[start : start + _PAGE]})
+            yield self._run(schedule_statements.LOAD_SOME, {"names": names[start : start + _PAGE]})
 
     def paused(self) -> dict[str, dt.datetime]:
         """Return until when entries are or were paused; what was due before that is not sent."""
-        return {row.entry: row.paused_until for row in self._run(_PAUSED, {})}
+        return {row.entry: row.paused_until for row in self._run(schedule_statements.PAUSED, {})}
 
     def register(self, registrations: Sequence[Registration]) -> None:
         """Store entries that are new or edited."""
         for start in range(0, len(registrations), _PAGE):
             page = registrations[start : start + _PAGE]
-            self._run(_REGISTER, _columns(page, Registration))
+            self._run(schedule_statements.REGISTER, _columns(page, Registration))
 
     def leave(self, names: Collection[str], term: int) -> None:
         """Record that nothing is due of these entries any more, because they were removed.
 
         What is claimed and was perhaps never sent is not sent any more.
         """
-        self._run(_LEAVE, {"names": [*names], "term": term})
+        self._run(schedule_statements.LEAVE, {"names": [*names], "term": term})
 
     def reset(self, resets: Sequence[Reset], term: int) -> None:
         """Bring entries back to the present whose last claim was due after it."""
-        self._run(_RESET, {**_columns(resets, Reset), "term": term})
+        self._run(schedule_statements.RESET, {**_columns(resets, Reset), "term": term})
 
     def claim(self, occurrences: Sequence[Occurrence], term: int) -> set[str]:
         """Claim one occurrence for each of several entries; return the entries it worked for.
@@ -394,7 +254,7 @@ class ScheduleStore:
         the definition in the database since it was read.
         """
         rows = self._run(
-            _CLAIM,
+            schedule_statements.CLAIM,
             {
                 **_columns(occurrences, Occurrence),
                 **_missed(occurrences),
@@ -405,12 +265,15 @@ class ScheduleStore:
 
     def pass_over(self, passed: Sequence[Passed], term: int) -> None:
         """Record what nobody sends any more, and when these entries are due again."""
-        self._run(_MOVE_ON, {**_columns(passed, Passed), **_missed(passed), "term": term})
+        self._run(
+            schedule_statements.MOVE_ON,
+            {**_columns(passed, Passed), **_missed(passed), "term": term},
+        )
 
     def confirm(self, occurrences: Sequence[Occurrence]) -> None:
         """Record that the messages of these occurrences have been handed to the broker."""
         self._run(
-            _CONFIRM,
+            schedule_statements.CONFIRM,
             {
                 "entry": [o.entry for o in occurrences],
                 "due_at": [o.due_at for o in occurrences],
@@ -419,7 +282,7 @@ class ScheduleStore:
         )
 
     def _run(self, template: str, parameters: Mapping[str, Any]) -> list[Any]:
-        query = _statement(template, self._schema)
+        query = schedule_statements.statement(template, self._schema)
         return self._execute(
             query, {**parameters, "namespace": self.namespace, "why_missed": self.why_missed}
         )
@@ -440,10 +303,3 @@ def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
         "missed_due_at": [due for _, due in missed],
         "missed_period": [periods.occurrence(due) for _, due in missed],
     }
-
-
-@functools.cache
-def _statement(template: str, schema_name: str) -> bytes:
-    names = table_names.names(schema_name)
-    missed = sql.SQL(_MISSED).format(**names)
-    return sql.SQL(template).format(**names, missed=missed).as_bytes()

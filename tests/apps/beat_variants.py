@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from celery_pglock import beat, beat_events, schedule_store, schedules, sessions, settings
+from celery_pglock import (
+    beat,
+    beat_events,
+    schedule_statements,
+    schedule_store,
+    schedules,
+    sessions,
+    settings,
+)
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -52,8 +60,14 @@ class InAStatement(beat.LeaderScheduler):
         leading.work = after_the_gate  # type: ignore[method-assign]
 
 
-class InAStatementAndResignsInTheHandler(InAStatement, ResignsInTheHandler):
-    """Both."""
+class InAStatementWhoseSessionEnds(InAStatement):
+    """The session ends with the statement in which it was stopped, as that of a run does."""
+
+    @override
+    def setup_schedule(self) -> None:
+        never = property(lambda _: False, lambda *_: None)
+        sessions.Session.outlives_exit = never  # type: ignore[assignment]
+        super().setup_schedule()
 
 
 class ForgetsWhatIsUnconfirmed(beat.LeaderScheduler):
@@ -62,9 +76,9 @@ class ForgetsWhatIsUnconfirmed(beat.LeaderScheduler):
     @override
     def setup_schedule(self) -> None:
         condition = "e.published_at is not null and "
-        assert schedule_store._CLAIM.count(condition) == 1  # noqa: SLF001
-        claim = schedule_store._CLAIM.replace(condition, "")  # noqa: SLF001
-        schedule_store._CLAIM = claim  # type: ignore[misc]  # noqa: SLF001
+        assert schedule_statements.CLAIM.count(condition) == 1
+        claim = schedule_statements.CLAIM.replace(condition, "")
+        schedule_statements.CLAIM = claim  # type: ignore[misc]
         super().setup_schedule()
         load = self._leading.store.load
 

@@ -22,6 +22,7 @@ from celery_pglock import (
     elections,
     entry_rows,
     errors,
+    schedule_statements,
     schedule_store,
 )
 from celery_pglock.schedule_store import ScheduleStore
@@ -304,9 +305,9 @@ def test_the_control_a_claim_that_does_not_ask_sends_what_was_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     condition = "  and (w.revision is null or e.revision = w.revision)\n"
-    assert schedule_store._CLAIM.count(condition) == 1  # noqa: SLF001
-    claim = schedule_store._CLAIM.replace(condition, "")  # noqa: SLF001
-    monkeypatch.setattr(schedule_store, "_CLAIM", claim)
+    assert schedule_statements.CLAIM.count(condition) == 1
+    claim = schedule_statements.CLAIM.replace(condition, "")
+    monkeypatch.setattr(schedule_statements, "CLAIM", claim)
     Entry("b", 0.2, "report").save(app=app)
     scheduler = lead()
     ticking(scheduler, lambda: len(dues(sent(), "b")) >= 2, "it is sent")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from celery_pglock import leadership, schedule_store
+from celery_pglock import leadership, schedule_statements, schedule_store
 from celery_pglock.schedule_store import Occurrence, Passed, Registration, ScheduleStore
 from tests.support.databases import Database
 
@@ -347,7 +347,7 @@ def test_two_thousand_entries_in_one_claim(database: Database, store: ScheduleSt
     assert database.rows("select count(*), count(sent_at) from pglock.job_runs") == [(2000, 2000)]
 
 
-@pytest.mark.parametrize("template", ["_CLAIM", "_CONFIRM", "_MOVE_ON"])
+@pytest.mark.parametrize("template", ["CLAIM", "CONFIRM", "MOVE_ON"])
 def test_a_statement_looks_rows_up_by_their_keys(
     database: Database, store: ScheduleStore, template: str
 ) -> None:
@@ -368,7 +368,7 @@ def test_a_statement_looks_rows_up_by_their_keys(
     recorder.claim([occurrence("e1", missed=(DUE,))], TERM)
     recorder.confirm([occurrence("e1")])
     recorder.pass_over([passed("e1")], TERM)
-    wanted = schedule_store._statement(getattr(schedule_store, template), "pglock")  # noqa: SLF001
+    wanted = schedule_statements.statement(getattr(schedule_statements, template), "pglock")
     ((query, parameters),) = [pair for pair in asked if pair[0] == wanted]
     connection = database.connect()
     connection.execute("set plan_cache_mode = force_generic_plan")
