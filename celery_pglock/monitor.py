@@ -111,11 +111,8 @@ class Monitor:
         with self._mutex:
             # A descriptor that was closed may be another session's by now.
             if self._holds.get(hold.descriptor) is hold:
-                # Without contextlib: this is done at the end of each run.
-                try:  # noqa: SIM105
+                with contextlib.suppress(OSError):
                     self._epoll.unregister(hold.descriptor)
-                except OSError:
-                    pass
                 del self._holds[hold.descriptor]
 
     def listen(self, hold: Watched, *, answers: bool) -> None:
