@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import kombu
 import kombu.exceptions
 
-from celery_pglock import confirms
+from celery_pglock import confirms, pipelines
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -47,6 +47,7 @@ class Publisher:
         self._connection: kombu.Connection | None = None
         self._producer: Any = None
         self._confirms: confirms.Confirms | None = None
+        self._pipeline: pipelines.Pipeline | None = None
         self._one_by_one_until = float("-inf")
 
     def load(self) -> None:
@@ -82,14 +83,17 @@ class Publisher:
             if hasattr(channel, "confirm_select"):
                 self._confirms = confirms.Confirms(channel, timeout)
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
+            if not hasattr(self._producer, "batch") and pipelines.Pipeline.fits(channel):
+                self._pipeline = pipelines.Pipeline(channel)
             self._producer.maybe_declare = functools.partial(_declare_once, self._producer)
         return self._producer
 
     @property
     def buffers(self) -> bool:
-        """Whether kombu keeps the messages of a batch until its end."""
+        """Whether the messages of a batch are kept until its end."""
         # Kombu can since 5.7, for transports that would not send a batch twice by themselves.
-        return bool(getattr(self._producer, "supports_batch_publish", False))
+        kombu_does = getattr(self._producer, "supports_batch_publish", False)
+        return bool(kombu_does) or self._pipeline is not None
 
     def batch(self) -> Batch:
         """Return a context in which messages are handed over together, where that can be done."""
@@ -106,6 +110,8 @@ class Publisher:
         producer = self.producer()
         if time.monotonic() < self._one_by_one_until:
             return None
+        if self._pipeline is not None:
+            return self._pipeline.together()
         if self.buffers:
             batch: contextlib.AbstractContextManager[object] = producer.batch(_MOST_COMMANDS)
             return batch
@@ -138,7 +144,7 @@ class Publisher:
     def forget(self) -> None:
         """Close the connection, whatever state it is in; the next message opens another."""
         connection, self._connection = self._connection, None
-        self._producer = self._confirms = None
+        self._producer = self._confirms = self._pipeline = None
         if connection is not None:
             # A transport may raise anything while a broken connection is given up.
             with contextlib.suppress(Exception):

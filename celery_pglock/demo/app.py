@@ -21,7 +21,7 @@ import psycopg
 from celery import signals
 
 from celery_pglock import LockedTask, current_run
-from celery_pglock.demo import books, feed
+from celery_pglock.demo import books, feed, redelivery
 
 DATABASE: Final = "PGLOCK_DEMO_DATABASE_URL"
 BROKER: Final = "PGLOCK_DEMO_BROKER_URL"
@@ -41,6 +41,8 @@ TRANSPORT: Final = {
     "unacked_restore_throttle": 1,
 }
 _PR_SET_PDEATHSIG: Final = 1
+
+redelivery.look_each_second()
 
 _url = os.environ.get(DATABASE, "")
 _name = os.environ.get(NAME, "demo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,10 +27,13 @@ def listening(
         (events.run_postponed, postponed),
         (events.run_finished, finished),
     ]
+    # Before Celery 5.7 the same method of two objects is one receiver to it: of two listeners, one
+    # within the other or each in its thread, the second would not be called, and end the first.
+    uid = str(uuid.uuid4())
     for signal, receiver in receivers:
-        signal.connect(receiver, sender=task, weak=False)
+        signal.connect(receiver, sender=task, weak=False, dispatch_uid=uid)
     try:
         yield
     finally:
-        for signal, receiver in receivers:
-            signal.disconnect(receiver, sender=task)
+        for signal, _ in receivers:
+            signal.disconnect(sender=task, dispatch_uid=uid)

@@ -129,7 +129,8 @@ def test_only_one_of_three_beats_sends_and_the_others_say_so_once(make_stage: Ma
     stage.wait_for_runs(5)
     assert all(beat.running() for beat in beats)
     ((leaders,),) = stage.rows(
-        "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'pglock:leader:stage@%'"
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+        " AND application_name LIKE 'pglock:leader:stage@%'"
     )
     assert leaders == 1
     standbys = [beat for beat in beats if beat is not stage.leader(beats)]

@@ -184,7 +184,7 @@ def test_a_standby_writes_nothing_and_a_leader_writes_what_is_configured(
         polls.update(
             stage.rows(
                 "SELECT pid, query_start FROM pg_stat_activity"
-                " WHERE application_name LIKE 'pglock:standby:%%'"
+                " WHERE datname = current_database() AND application_name LIKE 'pglock:standby:%%'"
             )
         )
         return len(polls) > 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +33,7 @@ class ResignsInTheHandler(beat.LeaderScheduler):
         leadership = self._leadership
         if leadership is not None and leadership.term is not None:
             beat_events.resigned(leadership, leadership.term)
-            # Where it hangs is written down, should it.
-            faulthandler.dump_traceback_later(2.0, file=1)
             leadership.resign()
-            faulthandler.cancel_dump_traceback_later()
 
 
 class InAStatement(beat.LeaderScheduler):

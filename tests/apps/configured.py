@@ -7,6 +7,7 @@ import os
 
 import celery
 
+from celery_pglock.demo import redelivery
 from tests.apps import recording
 
 
@@ -16,6 +17,9 @@ def application() -> celery.Celery:
     `APP_DATABASE_URL`, `APP_BROKER_URL`, `APP_RESULT_BACKEND` (may be missing),
     `APP_NAMESPACE`, `APP_QUEUE`, `APP_TRANSPORT_OPTIONS` and `APP_SETTINGS` (both JSON).
     """
+    options = json.loads(os.environ.get("APP_TRANSPORT_OPTIONS", "{}"))
+    if "unacked_restore_interval" in options:
+        redelivery.look_each_second()
     app = celery.Celery(
         os.environ["APP_NAMESPACE"],
         broker=os.environ["APP_BROKER_URL"],
@@ -23,7 +27,7 @@ def application() -> celery.Celery:
     )
     app.conf.update(
         task_default_queue=os.environ["APP_QUEUE"],
-        broker_transport_options=json.loads(os.environ.get("APP_TRANSPORT_OPTIONS", "{}")),
+        broker_transport_options=options,
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
         timezone="Europe/Berlin",

@@ -31,6 +31,7 @@ from celery import signals
 
 import celery_pglock
 from celery_pglock import LockedTask, errors, runs
+from celery_pglock.demo import redelivery
 from tests.chaos import history, without
 from tests.chaos.evidence import label
 
@@ -53,6 +54,8 @@ _place = Path(os.environ["CHAOS_DIRECTORY"])
 _version = os.environ.get("CHAOS_VERSION", "1")
 _storm = _place / "storm"
 scribe = history.Scribe(os.environ["CHAOS_HISTORY"], _place, os.environ["CHAOS_NAME"])
+
+redelivery.look_each_second()
 
 app = celery.Celery(NAMESPACE, broker=os.environ["CHAOS_BROKER"])
 app.conf.update(
