@@ -552,9 +552,9 @@ class Struck(BaseException):
 PACKAGE = str(execution.__file__).rpartition("/")[0]
 
 
-def _is_with(frame: FrameType) -> bool:
+def _is_block(frame: FrameType) -> bool:
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return line.lstrip().startswith("with ")
+    return line.lstrip().startswith(("with ", "try:"))
 
 
 @contextlib.contextmanager
@@ -565,9 +565,10 @@ def struck_at(number: int) -> Iterator[list[int]]:
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        # When a `with` ends, its own line is traced once more before __exit__ is called. No
-        # signal is handled there by CPython, so nothing real can strike at that point.
-        if event == "line" and not _is_with(frame):
+        # When a `with` ends, its own line is traced once more before __exit__ is called, and the
+        # line of a `try` is an instruction that no block around it covers. No signal is handled
+        # at either by CPython, so nothing real can strike there.
+        if event == "line" and not _is_block(frame):
             count[0] += 1
             if count[0] == number:
                 raise Struck
