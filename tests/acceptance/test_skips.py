@@ -18,7 +18,7 @@ from celery.exceptions import TaskRevokedError
 from celery_pglock import LockNotAcquired
 from tests.acceptance.bench import Bench
 from tests.acceptance.conftest import MakeBench
-from tests.support.versions import WANTS_RESULTS
+from tests.support.versions import MESSAGE_OUTWEIGHS_TASK
 
 # From the skip, or from get() if that came later.
 AT_ONCE = 2.0
@@ -202,9 +202,7 @@ def test_no_result_is_written_where_results_are_ignored(bench: Bench, key: str) 
             client.exists(f"celery-task-meta-{result.id}")
             for result in (by_task, by_message, control)
         ]
-    # Where a message by name says that its result is wanted, 5.5 heeds its task all the same.
-    by_name = int(WANTS_RESULTS and celery.VERSION >= (5, 6))
-    assert written == [by_name, 0, 1]
+    assert written == [int(MESSAGE_OUTWEIGHS_TASK), 0, 1]
     for result in (by_task, by_message):
         assert len(bench.skips(task_id=result.id)) == 1
         assert bench.run(task_id=result.id).status == "skipped"
