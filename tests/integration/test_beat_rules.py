@@ -47,18 +47,26 @@ def messages(stage: Stage) -> list[Message]:
 # --- closing: inside the signal's handler, and again after it ---------------------------------
 
 
-def test_a_beat_that_is_stopped_in_a_statement_resigns_when_it_is_answered(
-    make_stage: MakeStage, database: Database
-) -> None:
+def stopped_in_a_statement(
+    make_stage: MakeStage, database: Database, scheduler: str
+) -> tuple[Process, Process]:
+    """Stop a leader in the middle of a statement, which is answered when it begins to resign."""
     stage = make_stage({"one": 1.0})
     gate = Gate(database, beat_variants.GATE)
-    leader = stage.beat(scheduler=f"{VARIANTS}:InAStatement")
+    leader = stage.beat(scheduler=f"{VARIANTS}:{scheduler}")
     leader.wait_for_line("leadership gained: ")
     gate.wait_for_arrival()
     standby = standing(stage.beat())
     leader.terminate()
     leader.wait_for_line("leadership resigned: ")
     gate.open()
+    return leader, standby
+
+
+def test_a_beat_that_is_stopped_in_a_statement_resigns_when_it_is_answered(
+    make_stage: MakeStage, database: Database
+) -> None:
+    leader, standby = stopped_in_a_statement(make_stage, database, "InAStatement")
     assert leader.wait(10) == 0
     assert "Traceback" not in leader.output()
     standby.wait_for_line(rf":{leader.pid} resigned from term 1")
@@ -68,9 +76,7 @@ def test_where_its_session_ends_with_the_statement_nobody_is_told(
     make_stage: MakeStage, database: Database
 ) -> None:
     """The control."""
-    _, leader, standby = stopped_in_a_statement(
-        make_stage, database, "InAStatementWhoseSessionEnds"
-    )
+    leader, standby = stopped_in_a_statement(make_stage, database, "InAStatementWhoseSessionEnds")
     assert leader.wait(10) == 0
     standby.wait_for_line(rf":{leader.pid} vanished in term 1")
 
