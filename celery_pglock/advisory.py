@@ -29,6 +29,7 @@ from celery_pglock import (
     sessions,
     settings,
     stacks,
+    values,
 )
 
 _POLL: Final = 0.05
@@ -68,7 +69,7 @@ def advisory_lock(
         notices.disabled()
         yield _run(work, None)
         return
-    patience = settings.seconds(wait, "wait")
+    patience = values.seconds(wait, "wait")
     stack = idle_sessions.stack(config, "session", work.node)
     session = _acquire(stack, work, patience)
     raises = config.options["lock_lost"] == "raise"

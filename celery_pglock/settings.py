@@ -12,7 +12,6 @@ import datetime as dt
 import difflib
 import functools
 import logging
-import math
 import os
 import re
 import weakref
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 from celery import Celery
 
-from celery_pglock import connections, errors, keys, lending, periods
+from celery_pglock import connections, errors, keys, lending, values
 
 _log = logging.getLogger("celery_pglock.settings")
 
@@ -134,66 +133,6 @@ def replaced(app: Celery, **changes: Any) -> Iterator[Settings]:
             _read[app] = before
 
 
-def seconds(value: object, name: str, *, least: float = 0.0) -> float:
-    """Return a duration in seconds, given as a number or a timedelta.
-
-    Raises:
-        ConfigurationError: it is neither, below ``least`` or not finite.
-    """
-    given = value
-    if isinstance(value, dt.timedelta):
-        value = value.total_seconds()
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not least <= value < math.inf
-    ):
-        msg = (
-            f"{name} must be a number of seconds or a timedelta, at least {least:g}; got {given!r}"
-        )
-        raise errors.ConfigurationError(msg)
-    return float(value)
-
-
-def one_of(*values: str) -> Callable[[object, str], Any]:
-    """Return a validator that accepts just these texts."""
-
-    def validate(value: object, name: str) -> str:
-        if not isinstance(value, str) or value not in values:
-            nearest = difflib.get_close_matches(str(value), values, n=1)
-            msg = (
-                f"{name} must be one of {', '.join(map(repr, values))}; got {value!r}"
-                f"{f' (did you mean {nearest[0]!r}?)' if nearest else ''}"
-            )
-            raise errors.ConfigurationError(msg)
-        return value
-
-    return validate
-
-
-def whole(value: object, name: str) -> int:
-    """Return a whole number that is not negative.
-
-    Raises:
-        ConfigurationError: it is not one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        msg = f"{name} must be a whole number, 0 or more; got {value!r}"
-        raise errors.ConfigurationError(msg)
-    return value
-
-
-def once_per(value: object, name: str) -> Any:
-    """Return a rule for the period: ``"occurrence"``, a calendar rule, a function, or None.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    if value is None or callable(value):
-        return value
-    return one_of("occurrence", *periods.CALENDARS)(value, name)
-
-
 # The task options that have a default of their own, which the setting "pglock_<option>" may
 # change for a whole application.
 OPTION_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -211,15 +150,15 @@ OPTION_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 OPTION_VALIDATORS: Final[Mapping[str, Callable[[object, str], Any]]] = MappingProxyType(
     {
-        "lock_level": one_of("session", "transaction"),
-        "lock_wait": seconds,
-        "lock_conflict": one_of("skip", "postpone", "raise"),
-        "skip_state": one_of("REVOKED", "SUCCESS"),
-        "once_per": once_per,
-        "max_crash_retries": whole,
-        "lock_lost": one_of("raise", "warn"),
-        "lock_unavailable": one_of("postpone", "raise"),
-        "catchup": whole,
+        "lock_level": values.one_of("session", "transaction"),
+        "lock_wait": values.seconds,
+        "lock_conflict": values.one_of("skip", "postpone", "raise"),
+        "skip_state": values.one_of("REVOKED", "SUCCESS"),
+        "once_per": values.once_per,
+        "max_crash_retries": values.whole,
+        "lock_lost": values.one_of("raise", "warn"),
+        "lock_unavailable": values.one_of("postpone", "raise"),
+        "catchup": values.whole,
     }
 )
 _NAMES: Final = (
@@ -252,7 +191,7 @@ def _load(app: Celery) -> Settings:
         if value is None:
             return None
         # Beyond it the server could not subtract it from today.
-        return min(_CENTURY, seconds(value, f"pglock_{name}", least=least))
+        return min(_CENTURY, values.seconds(value, f"pglock_{name}", least=least))
 
     url = database_url(app)
     alias = _django_alias(get("django_alias", None), url)
@@ -264,8 +203,8 @@ def _load(app: Celery) -> Settings:
     if not isinstance(enabled, bool):
         msg = f"pglock_enabled must be True or False; got {enabled!r}"
         raise errors.ConfigurationError(msg)
-    poll = seconds(get("standby_poll", 0.5), "pglock_standby_poll", least=0.05)
-    lease = seconds(get("leader_lease", 10.0), "pglock_leader_lease", least=1.0)
+    poll = values.seconds(get("standby_poll", 0.5), "pglock_standby_poll", least=0.05)
+    lease = values.seconds(get("leader_lease", 10.0), "pglock_leader_lease", least=1.0)
     if poll > lease / 4:
         # A standby's own session has the lease too, and only its polls feed it.
         msg = (
@@ -282,7 +221,7 @@ def _load(app: Celery) -> Settings:
         namespace=keys.check_namespace(str(namespace)),
         schema=schema,
         enabled=enabled,
-        lost_after=seconds(get("lost_after", 10.0), "pglock_lost_after", least=1.0),
+        lost_after=values.seconds(get("lost_after", 10.0), "pglock_lost_after", least=1.0),
         standby_poll=poll,
         leader_lease=lease,
         heartbeat_file=_path(get("heartbeat_file", None), "pglock_heartbeat_file"),
@@ -334,7 +273,7 @@ def _django_alias(alias: object, url: connections.Target | None) -> str | None:
 def _warn_after_skips(value: object) -> int | None:
     if value is None:
         return None
-    if (number := whole(value, "pglock_warn_after_skips")) < 1:
+    if (number := values.whole(value, "pglock_warn_after_skips")) < 1:
         msg = "pglock_warn_after_skips must be at least 1, or None for no warning; got 0"
         raise errors.ConfigurationError(msg)
     return number
