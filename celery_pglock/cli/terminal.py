@@ -84,7 +84,11 @@ def console(stream: IO[str]) -> Any:
     except ImportError:
         return None
     theme = rich.theme.Theme({f"pglock.{kind}": style for kind, style in _STYLES.items()})
-    return rich.console.Console(file=stream, theme=theme, highlight=False, emoji=False)
+    # Said here, because older ones take an empty NO_COLOR for a wish.
+    no_color = bool(os.environ.get("NO_COLOR"))
+    return rich.console.Console(
+        file=stream, theme=theme, highlight=False, emoji=False, no_color=no_color
+    )
 
 
 def _write_coloured(console: Any, line: columns.Line) -> None:

@@ -25,7 +25,19 @@ Compare = Callable[..., Differences]
 
 
 @pytest.fixture
-def compare(blank_database: Database) -> Compare:
+def listed(blank_database: Database) -> None:
+    """Skip where SQLAlchemy, and so Alembic, does not see a schema of the default name."""
+    engine = sa.create_engine(url(blank_database), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        connection.execute(sa.text("create schema pglock"))
+        seen = "pglock" in sa.inspect(connection).get_schema_names()
+        connection.rollback()
+    if not seen:
+        pytest.skip(f"SQLAlchemy {sa.__version__} takes every schema pg… for one of the system")
+
+
+@pytest.fixture
+def compare(blank_database: Database, listed: None) -> Compare:  # noqa: ARG001 - may skip
     """Have Alembic compare a metadata with the database; return what it would propose."""
     require(_has_alembic(), "alembic (pip install alembic)")
     from alembic.autogenerate import compare_metadata
@@ -172,6 +184,7 @@ with engine.connect() as connection:
 """
 
 
+@pytest.mark.usefixtures("listed")
 def test_alembics_own_command_finds_nothing_to_do(blank_database: Database, tmp_path: Path) -> None:
     """Between two databases that differ by nothing but ours: `alembic check`."""
     require(_has_alembic(), "alembic (pip install alembic)")

@@ -109,9 +109,11 @@ def users(database: Database, backend: int, *processes: Process) -> set[int]:
     require(Path("/proc/net/tcp").exists(), "Linux's /proc")
     ((port,),) = database.rows("select client_port from pg_stat_activity where pid = %s", backend)
     server = urlsplit(database.url).port or 5432
-    wanted = re.compile(rf"\s*\d+: \w+:{port:04X} \w+:{server:04X} ")
+    # Established: a connection of before that had the same port may still be listed. And one may be
+    # listed twice, because the table changes while it is read.
+    wanted = re.compile(rf"\s*\d+: \w+:{port:04X} \w+:{server:04X} 01 ")
     lines = Path("/proc/net/tcp").read_text().splitlines()
-    (inode,) = [line.split()[9] for line in lines if wanted.match(line)]
+    (inode,) = {line.split()[9] for line in lines if wanted.match(line)}
     pids = {pid for process in processes for pid in (process.pid, *process.children())}
     return {pid for pid in pids if f"socket:[{inode}]" in opened_by(pid)}
 

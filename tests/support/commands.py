@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import inspect
 import json
 import os
 import pty
@@ -32,6 +33,7 @@ from celery_pglock import cli
 
 COLUMNS: Final = 80
 BUILTINS: Final = "celery.app.builtins"
+_MIXES: Final = "mix_stderr" in inspect.signature(CliRunner).parameters
 
 
 @pytest.fixture
@@ -77,8 +79,13 @@ class Ended:
 def pglock(app: celery.Celery, *arguments: str) -> Ended:
     """Run `celery -A … pglock …` in this process, its output in a pipe."""
     context = CLIContext(app, no_color=True, workdir=None)
-    result = CliRunner().invoke(cli.pglock, list(arguments), obj=context, catch_exceptions=False)
-    return Ended(result.exit_code, result.output, result.stdout)
+    # Before click 8.2 what goes to standard error is mixed into both, or into neither.
+    apart: dict[str, Any] = {"mix_stderr": False} if _MIXES else {}
+    result = CliRunner(**apart).invoke(
+        cli.pglock, list(arguments), obj=context, catch_exceptions=False
+    )
+    output = result.stdout + result.stderr if _MIXES else result.output
+    return Ended(result.exit_code, output, result.stdout)
 
 
 def on_terminal(

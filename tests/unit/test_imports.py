@@ -38,7 +38,8 @@ def imported(statements: str) -> set[str]:
 
 def third_party(modules: set[str]) -> set[str]:
     """Return the packages among modules, but Python's, Celery's and psycopg's faster parts."""
-    packages = {module.partition(".")[0] for module in modules}
+    # Cython's own, which compiled parts bring along.
+    packages = {module.partition(".")[0] for module in modules if not module.startswith("_cython_")}
     return packages - sys.stdlib_module_names - {"celery", "psycopg_binary", "psycopg_c"}
 
 
