@@ -202,15 +202,17 @@ class Batch:
 def told(error: BaseException) -> str:
     """Return what went wrong in the broker, in one line.
 
-    What follows the first line may be a statement with a task's arguments; and what Python says
-    of a URL that it cannot read may be a part of the password.
+    What follows the first line may be a statement with a task's arguments, as may what redis-py
+    puts before the error of a command in a pipeline; and what Python says of a URL that it cannot
+    read may be a part of the password.
     """
     if isinstance(error, _BatchError) and error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
     if isinstance(error, ValueError):
         return f"{kind} (is broker_url a URL, its password quoted?)"
-    return f"{kind}: {next(iter(str(error).splitlines()), '')}"[:500]
+    text = str(error).rpartition(" of pipeline caused error: ")[2]
+    return f"{kind}: {next(iter(text.splitlines()), '')}"[:500]
 
 
 def _declare_once(producer: Any, entity: Any, **retrying: Any) -> Any:
