@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 
+import kombu
+import pytest
+
 pytest_plugins = [
     "celery_pglock.testing",
     "tests.support.requirements",
@@ -23,3 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell. What the tests start would inherit that and not be
     # ended by Ctrl+C, as it is at a terminal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave Redis's sockets to the garbage collector where kombu does; a later one closes them."""
+    if kombu.VERSION < (5, 7):
+        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")

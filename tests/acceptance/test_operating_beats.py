@@ -23,6 +23,7 @@ from tests.acceptance.bench import close_app
 from tests.support.processes import Process, eventually
 from tests.support.proxy import Proxy
 from tests.support.queued import Message, count, queued
+from tests.support.requirements import since
 from tests.support.stage import APP, MakeStage, Stage
 
 # An idle machine answers within this; make test, where a machine does much else, allows more.
@@ -358,12 +359,10 @@ def test_workers_with_a_beat_answer_whatever_their_beat_does(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(celery.beat, "BeatPidbox"), reason="before Celery 5.7 a beat is not asked"
-)
 def test_beats_answer_whether_they_lead_or_stand_by_or_have_no_database(
     make_stage: MakeStage, own_postgres: PostgresServer, asker: Asker
 ) -> None:
+    since(hasattr(celery.beat, "BeatPidbox"), "Celery 5.7, whose beat can be asked")
     schema.migrate(own_postgres.url("postgres"), "pglock")
     stage = make_stage({"one": 1.0}, url=own_postgres.url("postgres"))
     beats = [

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from celery_pglock import errors, schema, tables
 from tests.support.databases import Database
 from tests.support.processes import REPOSITORY
-from tests.support.requirements import require
+from tests.support.requirements import require, since
 
 NAMES = ["pglock", "Jobs", "with space", 'quo"ted', "per%cent"]
 
@@ -32,8 +32,7 @@ def listed(blank_database: Database) -> None:
         connection.execute(sa.text("create schema pglock"))
         seen = "pglock" in sa.inspect(connection).get_schema_names()
         connection.rollback()
-    if not seen:
-        pytest.skip(f"SQLAlchemy {sa.__version__} takes every schema pg… for one of the system")
+    since(seen, "an SQLAlchemy that does not take every schema pg… for one of the system")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tests.support.databases import Database
 from tests.support.django_site import pointed
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import eventually
+from tests.support.requirements import since
 
 _NUMBERS = itertools.count(1)
 
@@ -551,8 +552,7 @@ def pooled(on: Site) -> Iterator[Any]:
     """Django's connection, out of a pool of Django's."""
     import django
 
-    if django.VERSION < (5, 1):
-        pytest.skip("a pool needs Django 5.1")
+    since(django.VERSION >= (5, 1), "Django 5.1, which has pools")
     connection().close()
     connection().settings_dict["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 2}
     assert on.rows() == []

@@ -25,6 +25,7 @@ from tests.support.databases import Database
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import REPOSITORY, eventually
 from tests.support.proxy import Proxy
+from tests.support.requirements import since
 from tests.support.stage import APP, MakeStage
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -294,8 +295,7 @@ def test_a_limit_of_the_database_that_stays_behind_a_pooler(
     database: Database, pgbouncer: StartPgBouncer
 ) -> None:
     with psycopg.connect(database.url) as connection:
-        if connection.info.server_version < 170000:
-            pytest.skip("transaction_timeout is of PostgreSQL 17")
+        since(connection.info.server_version >= 170000, "PostgreSQL 17")
     database.rows(f"alter database {database.name} set transaction_timeout = '7s'")
     url = pgbouncer(database, "transaction").url
     found = examined(application(url, pglock_lock_level="transaction"), 0)["findings"]

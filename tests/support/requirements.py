@@ -8,6 +8,7 @@ from collections.abc import Generator
 import pytest
 
 REQUIRE_VARIABLE = "PGLOCK_TEST_REQUIRE"
+_ANOTHER_VERSION = "of another version: "
 
 
 def require(condition: object, what: str) -> None:
@@ -24,6 +25,17 @@ def require(condition: object, what: str) -> None:
     pytest.skip(f"needs {what}")
 
 
+def since(condition: object, version: str) -> None:
+    """Skip a test of what only later versions have; nothing is missing then.
+
+    Args:
+        condition: Whether the version is recent enough.
+        version: The first one that has it.
+    """
+    if not condition:
+        pytest.skip(f"{_ANOTHER_VERSION}{version}")
+
+
 def everything_required() -> bool:
     return os.environ.get(REQUIRE_VARIABLE) == "all"
 
@@ -34,7 +46,12 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn skips that did not go through `require` into failures too."""
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and everything_required():
+    if (
+        report.skipped
+        and not hasattr(report, "wasxfail")
+        and _ANOTHER_VERSION not in _reason(report)
+        and everything_required()
+    ):
         report.outcome = "failed"
         report.longrepr = (
             f"{item.nodeid} was skipped under {REQUIRE_VARIABLE}=all: {_reason(report)}"
