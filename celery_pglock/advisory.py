@@ -79,7 +79,7 @@ def advisory_lock(
         lost = errors.LockLost(run.job, None, loss.reason)
         if raises:
             interruption.strike(lost)
-        events.lost(None, lost, run, loss)
+        events.lost(None, run, lost, loss)
 
     hold = holds.Hold(session, tell)
     run = _run(work, holds.View(hold))
@@ -183,5 +183,5 @@ def _release(stack: stacks.Stack, hold: holds.Hold, work: claims.Work) -> errors
     lost = errors.LockLost(work.job, None, holds.ENDED if loss is None else loss.reason)
     if loss is None:
         # Nobody has noticed before, so nobody has told.
-        events.lost(None, lost, None, None)
+        events.lost(None, None, lost)
     return lost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from celery_pglock import (
     errors,
     holds,
     interruptions,
+    quick,
     runs,
     sessions,
     settling,
@@ -23,7 +23,7 @@ from celery_pglock import (
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@quick.dataclass(frozen=True, slots=True)
 class Ran(Generic[T]):
     """The body ran and its period is recorded as done.
 
@@ -40,7 +40,7 @@ class Ran(Generic[T]):
     afterwards: BaseException | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What is done about a body's beginning, its exceptions and a lost lock.
 
@@ -64,7 +64,7 @@ class Terms:
     interrupt: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """A claim, and what is needed to work under it and to settle it.
 
@@ -142,7 +142,7 @@ class Attempt:
         return errors.LockLost(self.work.job, self.work.period, reason)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@quick.dataclass(frozen=True, slots=True)
 class Guarded:
     """A run whose locks are watched from ``work`` until the hold is released.
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import functools
 import os
 import socket
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,57 +21,51 @@ from celery_pglock import (
     errors,
     events,
     execution,
-    holds,
     identity,
-    idle_sessions,
     keys,
     ledger,
-    locks,
     messages,
     notices,
-    options,
     outcomes,
     periods,
+    policies,
+    quick,
     refusals,
     runs,
-    sessions,
-    settings,
 )
 
 if TYPE_CHECKING:
     import celery
     from celery.app.task import Context
 
-_NAME_LOCK_ONLY: Final = locks.NameLockOnly()
-
 # A holder that was gone when it was asked for had just ended, and a claim whose row cannot be
 # seen yet is just being committed: worth another try at once.
 _UNDECIDED: Final = 1.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a task with a lock.
 
     Attributes:
-        task: the task.
-        config: the application's settings.
-        chosen: the task's options.
+        policy: the task, its options and the application's settings.
         args: the call's positional arguments.
         kwargs: the call's keyword arguments.
         body: calls the task's own code.
         request: the task's request, which is looked up anew each time that Celery is asked for it.
     """
 
-    task: celery.Task[..., Any]
-    config: settings.Settings
-    chosen: options.Options
+    policy: policies.Policy
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     body: Callable[[], Any]
     request: Context
     _entered: list[runs.Run] = dataclasses.field(default_factory=list)
-    _told_loss: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def task(self) -> celery.Task[..., Any]:
+        """The task."""
+        return self.policy.task
 
     @property
     def ran(self) -> bool:
@@ -96,30 +88,28 @@ class Call:
                 been postponed for too long.
         """
         delivery = messages.read(self.request)
-        name, key = self.chosen.lock(
-            self.config.namespace, self.task.name, self.args, self.kwargs, self.request
-        )
-        notices.of_delivery(
-            self.config.namespace, self.task.name, delivery, self._option("once_per")
-        )
+        policy = self.policy
+        config, task = policy.config, policy.task.name
+        name, key = policy.chosen.lock(config.namespace, task, self.args, self.kwargs, self.request)
+        notices.of_delivery(config.namespace, task, delivery, policy.once_per)
         try:
             return self._attempt(delivery, name, key)
         except errors.DatabaseUnavailable as error:
             # From inside the body it is the body's own affair, and that has run.
-            if self._entered or self._option("lock_unavailable") == "raise":
+            if self._entered or policy.lock_unavailable == "raise":
                 raise
-            unclaimed = self._work(delivery, name, key)
+            unclaimed = self._work(delivery, name, key, _node(self.request))
             if not self._postpone(delivery, unclaimed, str(error), record=False):
                 raise
             raise messages.drop() from None
 
     def _attempt(self, delivery: messages.Delivery, name: str, key: int) -> Any:
-        executor = self._executor()
-        identifier = self._identifier(executor, delivery)
+        node = _node(self.request)
+        executor, identifier = self.policy.machinery(node)
         now: dt.datetime | None = None
         while True:
             who = identifier.identify(delivery, name, now)
-            work = self._work(delivery, name, key, who)
+            work = self._work(delivery, name, key, node, who)
             if delivery.seen == 0 and work.origin is not None:
                 work = self._seen(executor, work)
             answer = self._execute(executor, delivery, work, who.window)
@@ -134,10 +124,12 @@ class Call:
         delivery: messages.Delivery,
         name: str,
         key: int,
+        node: str,
         who: identity.Identity | None = None,
     ) -> claims.Work:
         """Return what is to be run, or as much as is known before its period is."""
-        namespace, run_key, origin = self.config.namespace, None, None
+        policy, run_key, origin = self.policy, None, None
+        namespace = policy.config.namespace
         job, period = (f"{namespace}:{name}", None) if who is None else (who.job, who.period)
         if period is not None:
             run_key = keys.of_run(namespace, job, period)
@@ -148,10 +140,10 @@ class Call:
             name=name,
             name_key=key,
             run_key=run_key,
-            task=self.task.name,
+            task=policy.task.name,
             task_id=delivery.task_id,
-            node=_node(self.request),
-            max_lost=self._option("max_crash_retries"),
+            node=node,
+            max_lost=policy.max_crash_retries,
             due_at=delivery.due,
             entry=delivery.entry,
             term=delivery.term,
@@ -164,7 +156,7 @@ class Call:
         if delivery.entry is None or delivery.due is None:
             return None
         origin = (
-            f"{self.config.namespace}:{delivery.entry}",
+            f"{self.policy.config.namespace}:{delivery.entry}",
             periods.occurrence(delivery.due),
         )
         return None if origin == (job, period) else origin
@@ -205,36 +197,29 @@ class Call:
             answer = executor.execute(work, body, patience=patience, window=window)
         except BaseException as error:
             if isinstance(error, errors.LockLost) and not attempts.struck_by(error, work):
-                self._lost(None, error)
+                events.lost(self.task, next(iter(self._entered), None), error)
             for run in self._entered:
                 events.finished(self.task, run, outcomes.verdict(error).status, error)
             raise
         if isinstance(answer, attempts.Ran):
             if answer.lost is not None:
-                self._lost(answer.run, answer.lost)
+                events.lost(self.task, answer.run, answer.lost)
             events.finished(self.task, answer.run, "lost" if answer.lost else "done")
             if answer.afterwards is not None:
                 # The period is done; what was to follow the commit is the task's own error.
                 raise answer.afterwards
         return answer
 
-    def _lost(
-        self, run: runs.Run | None, error: errors.LockLost, loss: holds.Loss | None = None
-    ) -> None:
-        """Tell of a loss once, whoever notices it first: the monitor's thread or the end."""
-        if self._told_loss.acquire(blocking=False):
-            events.lost(self.task, error, run or next(iter(self._entered), None), loss)
-
     def _patience(
         self, delivery: messages.Delivery, work: claims.Work, refused: claims.Refused
     ) -> float:
         seconds = 0.0
-        if refusals.insists(delivery, work, refused, self._option("lock_conflict")):
+        if refusals.insists(delivery, work, refused, self.policy.lock_conflict):
             seconds = messages.wait(self.task)
         if refusals.claim_in_progress(refused):
             seconds = max(seconds, _UNDECIDED)
         if refused.kind == "held":
-            seconds = max(seconds, self._option("lock_wait"))
+            seconds = max(seconds, self.policy.lock_wait)
             if refusals.holder_unknown(work, refused):
                 seconds = max(seconds, _UNDECIDED)
         return seconds
@@ -246,7 +231,7 @@ class Call:
         work: claims.Work,
         refused: claims.Refused,
     ) -> Any:
-        conflict = self._option("lock_conflict")
+        conflict = self.policy.lock_conflict
         reason = refusals.reason(work, refused)
         answer = refusals.decide(delivery, work, refused, conflict)
         if answer == "postpone" and not self._postpone(delivery, work, reason, executor=executor):
@@ -301,10 +286,10 @@ class Call:
             reason,
             redelivered=delivery.redelivered,
             skips=skips,
-            alarm=self.config.warn_after_skips,
+            alarm=self.policy.config.warn_after_skips,
         )
         checkins.end(self.task, settled=refusals.settled(refused))
-        return outcomes.skip(self.task, delivery, work, reason, self._option("skip_state"))
+        return outcomes.skip(self.task, delivery, work, reason, self.policy.skip_state)
 
     def _postpone(
         self,
@@ -334,55 +319,6 @@ class Call:
             self.task, work, reason, copy.number, copy.countdown, unavailable=not record
         )
         return True
-
-    def _executor(self) -> execution.Executor:
-        level: sessions.Level = self._option("lock_level")
-        records: ledger.Ledger | locks.NameLockOnly = (
-            _NAME_LOCK_ONLY
-            if self._option("once_per") is None
-            else _ledger(self.config.schema, self.config.retention)
-        )
-        stack, transact = idle_sessions.source(self.config, level, _node(self.request))
-        return execution.Executor(
-            stack=stack,
-            transact=transact,
-            records=records,
-            terms=attempts.Terms(
-                classify=outcomes.verdict,
-                started=lambda run: events.started(self.task, run),
-                lost=self._lost,
-                long=events.long,
-                tolerate_loss=self._option("lock_lost") == "warn",
-                interrupt=self._option("lock_lost") == "raise",
-            ),
-        )
-
-    def _identifier(
-        self, executor: execution.Executor, delivery: messages.Delivery
-    ) -> identity.Identifier:
-        def period_of(job: str) -> str | None:
-            records, task_id = executor.records, delivery.task_id
-            if not isinstance(records, ledger.Ledger) or task_id is None:
-                return None
-            return executor.tell(lambda session: records.period_of(session, job, task_id))
-
-        return identity.Identifier(
-            namespace=self.config.namespace,
-            zone=self.config.zone,
-            task=self.task.name,
-            rule=self._option("once_per"),
-            period_of=period_of,
-            server_now=lambda: executor.tell(sessions.server_now),
-        )
-
-    def _option(self, name: str) -> Any:
-        return self.chosen.value(name, self.config.options)
-
-
-@functools.cache
-def _ledger(schema: str, keep: float | None) -> ledger.Ledger:
-    # It has no state.
-    return ledger.Ledger(schema, keep)
 
 
 def _node(request: Context) -> str:

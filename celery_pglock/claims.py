@@ -7,6 +7,8 @@ import datetime as dt
 import uuid
 from typing import Final, Literal
 
+from celery_pglock import quick
+
 Refusal = Literal["closed", "exhausted", "running", "held", "moved", "stale"]
 Status = Literal["done", "failed", "retrying"]
 
@@ -15,7 +17,7 @@ Window = tuple[dt.datetime, dt.datetime]
 EXHAUSTED: Final = "exhausted"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What is to be run once: a job in a period, the two lock keys, and whom to name.
 
@@ -88,7 +90,7 @@ class Row:
     claim: uuid.UUID | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@quick.dataclass(frozen=True, slots=True)
 class Claimed:
     """The period is ours.
 

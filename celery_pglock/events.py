@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery.utils.dispatch import Signal
 
+from celery_pglock import runs
+
 if TYPE_CHECKING:
     import celery
 
-    from celery_pglock import claims, errors, holds, runs
+    from celery_pglock import claims, errors, holds
 
 _log: Final = logging.getLogger("celery_pglock.task")
 
@@ -198,11 +200,20 @@ def dropped(work: claims.Work, reason: str) -> None:
 
 def lost(
     task: celery.Task[..., Any] | None,
-    error: errors.LockLost,
     run: runs.Run | None,
-    loss: holds.Loss | None,
+    error: errors.LockLost,
+    loss: holds.Loss | None = None,
 ) -> None:
-    """Tell that a run lost its locks; without ``loss`` it was noticed only at the end."""
+    """Tell that a run lost its locks, once, whoever notices it first: the monitor or its end.
+
+    Args:
+        task: whose.
+        run: the run, if it had begun.
+        error: what the loss is to the task.
+        loss: how it was noticed; without it, only at the end.
+    """
+    if run is not None and not runs.first_to_tell(run):
+        return
     _log.error(
         "%s%s",
         error,

@@ -21,6 +21,7 @@ from celery_pglock import (
     attempts,
     claims,
     errors,
+    quick,
     runs,
     schema,
     session_runs,
@@ -37,7 +38,7 @@ _POLL: Final = 0.05
 _LONGEST_POLL: Final = 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """Runs bodies over one stack of sessions.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Callable
 from typing import ClassVar, cast
 
-from celery_pglock import claims, errors, messages, options, periods
+from celery_pglock import claims, errors, messages, options, periods, quick
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@quick.dataclass(frozen=True, slots=True)
 class Identity:
     """What a run is recorded under.
 
@@ -36,7 +35,7 @@ class Clock:
     instant: ClassVar[dt.datetime | None] = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Identifier:
     """Finds job and period of the calls of one task.
 
@@ -45,7 +44,7 @@ class Identifier:
         zone: in which calendar periods are counted.
         task: the registered name of the task.
         rule: its ``once_per``.
-        period_of: returns the period under which this message was claimed before, for a job.
+        period_of: returns the period under which a message was claimed before, by job and id.
         server_now: asks the server for its clock.
     """
 
@@ -53,7 +52,7 @@ class Identifier:
     zone: dt.tzinfo
     task: str
     rule: options.OncePer
-    period_of: Callable[[str], str | None]
+    period_of: Callable[[str, str | None], str | None]
     server_now: Callable[[], dt.datetime]
 
     def identify(
@@ -84,9 +83,11 @@ class Identifier:
             return Identity(f"{self.namespace}:{self.task}", periods.message(task_id))
         if delivery.due is not None:
             return Identity(by_name, self._label(delivery.due))
-        if delivery.redelivered and (before := self.period_of(by_name)) is not None:
-            # Its first delivery was claimed in the period of that moment, and stays there.
-            return Identity(by_name, before)
+        if delivery.redelivered:
+            before = self.period_of(by_name, delivery.task_id)
+            if before is not None:
+                # Its first delivery was claimed in the period of that moment, and stays there.
+                return Identity(by_name, before)
         return self._by_clock(by_name, now)
 
     def _by_clock(self, job: str, now: dt.datetime | None) -> Identity:

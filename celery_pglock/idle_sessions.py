@@ -37,6 +37,11 @@ def stack(config: settings.Settings, level: sessions.Level, node: str) -> stacks
     return found[1]
 
 
+def lent(config: settings.Settings, level: sessions.Level) -> bool:
+    """Whether the runs of a level work on a connection that a framework lends."""
+    return level == "transaction" and config.django_alias is not None
+
+
 def source(
     config: settings.Settings, level: sessions.Level, node: str
 ) -> tuple[stacks.Stack, transactions.Begin]:
@@ -45,7 +50,7 @@ def source(
     Raises:
         ConfigurationError: the alias that the settings name is of no use.
     """
-    if level == "transaction" and config.django_alias is not None:
+    if config.django_alias is not None and lent(config, level):
         lender = lending.lender()
         return lender.stack(config.django_alias, plan(config, level, node)), lender.transact
     return stack(config, level, node), transaction_runs.on_own_connection

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import kombu.exceptions
 from celery.exceptions import Ignore, Reject
 
-from celery_pglock import claims
+from celery_pglock import claims, quick
 
 if TYPE_CHECKING:
     import celery
@@ -42,7 +42,7 @@ _DEFAULT_VISIBILITY: Final = 3600.0
 _ENTERED: Final = "pglock_entered"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One arrival of a message, or a direct call.
 
@@ -115,26 +115,25 @@ def read(request: Context) -> Delivery:
     marked = getattr(request, "_protected", False) or getattr(request, _ENTERED, False)
     if request.called_directly or marked:
         return Delivery(task_id=None, direct=True)
-    headers: Mapping[str, Any] = request.headers or {}
-    delivery_info = request.delivery_info or {}
-    due = _moment(headers.get("pglock_due"))
+    header = (request.headers or {}).get
+    due = _moment(header("pglock_due"))
     return Delivery(
         task_id=request.id,
         direct=False,
         eager=bool(request.is_eager),
-        redelivered=bool(delivery_info.get("redelivered")),
+        redelivered=bool((request.delivery_info or {}).get("redelivered")),
         retries=request.retries or 0,
-        postponed=int(headers.get("pglock_postponed") or 0),
-        postponed_since=_moment(headers.get("pglock_postponed_since")),
-        fixed=bool(headers.get("pglock_fixed")),
-        job=headers.get("pglock_job"),
-        period=headers.get("pglock_period"),
+        postponed=int(header("pglock_postponed") or 0),
+        postponed_since=_moment(header("pglock_postponed_since")),
+        fixed=bool(header("pglock_fixed")),
+        job=header("pglock_job"),
+        period=header("pglock_period"),
         due=due,
-        term=headers.get("pglock_term"),
-        entry=headers.get("pglock_entry"),
-        stock_beat=bool(headers.get("celery_beat_task")) and due is None,
-        late=bool(headers.get("pglock_late")),
-        seen=headers.get("pglock_seen"),
+        term=header("pglock_term"),
+        entry=header("pglock_entry"),
+        stock_beat=bool(header("celery_beat_task")) and due is None,
+        late=bool(header("pglock_late")),
+        seen=header("pglock_seen"),
         expires=_moment(request.expires),
     )
 
@@ -145,8 +144,9 @@ def fix(request: Context, work: claims.Work) -> None:
     Called when the body is about to begin, which is marked too.
     """
     setattr(request, _ENTERED, True)
-    kept = {k: v for k, v in (request.headers or {}).items() if k != "pglock_seen"}
-    request.headers = {**kept, **_headers(work)}
+    headers = {**(request.headers or {}), **_headers(work)}
+    headers.pop("pglock_seen", None)
+    request.headers = headers
 
 
 def carry(signature: Any, work_headers: Mapping[str, Any] | None) -> None:
@@ -237,15 +237,16 @@ def drop() -> Ignore:
 
 
 def _headers(work: claims.Work) -> dict[str, Any]:
-    headers = {
-        "pglock_job": work.job,
-        "pglock_period": work.period,
-        "pglock_due": work.due_at.isoformat() if work.due_at else None,
-        "pglock_term": work.term,
-        "pglock_entry": work.entry,
-        "pglock_fixed": True,
-    }
-    return {name: value for name, value in headers.items() if value is not None}
+    headers: dict[str, Any] = {"pglock_job": work.job, "pglock_fixed": True}
+    if work.period is not None:
+        headers["pglock_period"] = work.period
+    if work.due_at is not None:
+        headers["pglock_due"] = work.due_at.isoformat()
+    if work.term is not None:
+        headers["pglock_term"] = work.term
+    if work.entry is not None:
+        headers["pglock_entry"] = work.entry
+    return headers
 
 
 def visibility_timeout(app: celery.Celery, default: float = _DEFAULT_VISIBILITY) -> float:
@@ -261,6 +262,8 @@ def _patience(task: celery.Task[..., Any]) -> float:
 
 
 def _moment(value: object) -> dt.datetime | None:
+    if value is None:
+        return None
     if isinstance(value, dt.datetime):
         moment = value
     elif isinstance(value, str):

@@ -65,7 +65,9 @@ class Monitor:
     """The holds of one process, and the thread that watches them."""
 
     def __init__(self) -> None:
-        self._holds: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
+        # Not a WeakValueDictionary, whose every change is half a dozen calls; a reference that
+        # died stays until its number is given out again.
+        self._holds: dict[int, weakref.ref[Watched]] = {}
         self._timed: weakref.WeakSet[Timed] = weakref.WeakSet()
         self._mutex = threading.Lock()
         self._wakes_at = 0.0
@@ -84,7 +86,7 @@ class Monitor:
         """Watch a hold from now on."""
         with self._mutex:
             # First here, so that a hold that is given up half-way is taken out again.
-            self._holds[hold.descriptor] = hold
+            self._holds[hold.descriptor] = weakref.ref(hold)
             self._register(hold.descriptor)
             self._busy_at = time.monotonic()
             late = hold.due < self._wakes_at or self._looking
@@ -95,8 +97,13 @@ class Monitor:
         """Call its ``tick`` when it is due, for as long as somebody else refers to it."""
         with self._mutex:
             self._timed.add(timed)
-            late = timed.due < self._wakes_at
-        if late:
+        self.be_awake_at(timed.due)
+
+    def be_awake_at(self, due: float) -> None:
+        """Look at the clock then, for something whose time is kept already and has changed."""
+        # Without the mutex: before the thread asks anything when it is due, it says here that
+        # whoever comes is to wake it. So either it sees the change, or this does.
+        if due < self._wakes_at:
             self.wake()
 
     def _register(self, descriptor: int) -> None:
@@ -110,10 +117,16 @@ class Monitor:
         """Watch a hold no longer."""
         with self._mutex:
             # A descriptor that was closed may be another session's by now.
-            if self._holds.get(hold.descriptor) is hold:
-                with contextlib.suppress(OSError):
+            if self._watches(hold):
+                try:  # noqa: SIM105 - ``suppress`` is three calls, and this is in every run
                     self._epoll.unregister(hold.descriptor)
+                except OSError:
+                    pass
                 del self._holds[hold.descriptor]
+
+    def _watches(self, hold: Watched) -> bool:
+        watched = self._holds.get(hold.descriptor)
+        return watched is not None and watched() is hold
 
     def listen(self, hold: Watched, *, answers: bool) -> None:
         """Be woken by answers, or only by the end of the connection.
@@ -123,7 +136,7 @@ class Monitor:
         """
         events = _HANG_UP | (ANSWER if answers else 0)
         with self._mutex:
-            if self._holds.get(hold.descriptor) is hold:
+            if self._watches(hold):
                 with contextlib.suppress(OSError):
                     self._epoll.modify(hold.descriptor, events)
 
@@ -153,7 +166,7 @@ class Monitor:
         if descriptor == self._wake_descriptor:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(descriptor)
-        elif (hold := self._holds.get(descriptor)) is not None:
+        elif (watched := self._holds.get(descriptor)) and (hold := watched()) is not None:
             try:
                 hold.notice(events)
             except Exception:  # noqa: BLE001 - the watching of all others must go on
@@ -161,17 +174,20 @@ class Monitor:
 
     def _look_at_the_clock(self) -> float:
         with self._mutex:
-            due: list[Timed] = [*self._holds.values(), *self._timed]
+            due: list[Timed] = [*self._living(), *self._timed]
             # From here on whoever comes rings the bell, until the next look is settled.
             self._wakes_at = math.inf
         next_look = min(map(_tick, due), default=math.inf)
         with self._mutex:
             now = time.monotonic()
-            if self._holds:
+            if any(self._living()):
                 self._busy_at = now
             linger = self._busy_at + _LINGER
             self._wakes_at = min(next_look, linger) if linger > now else next_look
             return self._wakes_at
+
+    def _living(self) -> list[Watched]:
+        return [hold for watched in self._holds.values() if (hold := watched()) is not None]
 
     def _wait(self, until: float) -> list[tuple[int, int]]:
         left = max(0.0, until - time.monotonic())
@@ -180,7 +196,7 @@ class Monitor:
         if not self._looking:
             # Rounded up to milliseconds by epoll itself.
             return list(self._epoll.poll(None if left == math.inf else left))
-        if self._holds:
+        if self._living():
             self._bell.wait(min(left, _TICK))
         else:
             self._bell.wait(None if left == math.inf else left)

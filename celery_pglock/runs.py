@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import datetime as dt
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class Run:
     _connection: Any = None
     _held: Callable[[], bool]
     _prove: Callable[[], str | None]
+    _untold: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     @property
     def connection(self) -> sqlalchemy.Connection:
@@ -88,6 +90,11 @@ class Run:
         """
         if (reason := self._prove()) is not None:
             raise errors.LockLost(self.job, self.period, reason)
+
+
+def first_to_tell(run: Run) -> bool:
+    """Return True once for each run: to the first who notices that its locks are lost."""
+    return run._untold.acquire(blocking=False)  # noqa: SLF001 - not for those who see a run
 
 
 # Held weakly: a time limit may strike in the very line that would forget the run, and the next

@@ -6,18 +6,17 @@ in and one out. Whatever strikes in between, the session is closed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
 import psycopg
 
-from celery_pglock import attempts, claims, errors, holds, runs
+from celery_pglock import attempts, claims, errors, holds, quick, runs
 
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@quick.dataclass(frozen=True, slots=True)
 class SessionRun:
     """Runs one body under the locks that its session already holds.
 

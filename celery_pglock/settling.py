@@ -8,7 +8,6 @@ the claim.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import uuid
@@ -16,7 +15,7 @@ from typing import Final
 
 import psycopg
 
-from celery_pglock import claims, errors, ledger, locks, stacks, transactions
+from celery_pglock import claims, errors, ledger, locks, quick, stacks, transactions
 
 _log = logging.getLogger("celery_pglock.settling")
 
@@ -30,7 +29,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@quick.dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
     """Settles over sessions of a stack, not over the one that held the locks.
 

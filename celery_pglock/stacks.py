@@ -99,6 +99,7 @@ class Stack:
         # The one that was given back last is taken first, so those that are too many get old.
         self._idle: list[tuple[sessions.Session, float]] = []
         self._mutex = threading.Lock()
+        self._timed_by: monitor.Monitor | None = None
 
     def take(self) -> sessions.Session:
         """Return an idle session that looks alive, or open one.
@@ -123,9 +124,15 @@ class Stack:
         if session.held or session.connection.closed or session.owner != self._pid:
             session.close()
             return
+        since = time.monotonic()
         with self._mutex:
-            self._idle.append((session, time.monotonic()))
-        monitor.of_this_process().keep_time_for(self)
+            self._idle.append((session, since))
+        timer = monitor.of_this_process()
+        if self._timed_by is timer:
+            timer.be_awake_at(since + IDLE_FOR)
+        else:
+            self._timed_by = timer
+            timer.keep_time_for(self)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[sessions.Session]:

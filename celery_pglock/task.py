@@ -18,6 +18,7 @@ from celery_pglock import (
     notices,
     options,
     outcomes,
+    policies,
     revocations,
     runs,
     settings,
@@ -67,6 +68,7 @@ class LockedTask(_Task):
     """
 
     _pglock_options: ClassVar[options.Options | None] = None
+    _pglock_policy: policies.Policy | None = None
 
     @override
     @classmethod
@@ -105,10 +107,11 @@ class LockedTask(_Task):
         if not config.enabled:
             notices.disabled()
             return body()
+        policy = self._pglock_policy
+        if policy is None or not policy.made_for(config, chosen):
+            policy = self._pglock_policy = policies.Policy(self, config, chosen)
         call = calls.Call(
-            task=self,
-            config=config,
-            chosen=chosen,
+            policy=policy,
             args=args,
             kwargs=kwargs,
             body=body,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+from importlib.metadata import version
 
-import kombu
 import pytest
+from packaging.version import Version
 
 pytest_plugins = [
     "celery_pglock.testing",
@@ -30,5 +31,5 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave Redis's sockets to the garbage collector where kombu does; a later one closes them."""
-    if kombu.VERSION < (5, 7):
+    if Version(version("kombu")) < Version("5.7"):
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")

@@ -25,6 +25,7 @@ from celery_pglock import (
     idle_sessions,
     messages,
     options,
+    policies,
     refusals,
     runs,
     sessions,
@@ -206,9 +207,7 @@ def _begin(
         raise TypeError(f"task {task.name!r} has once_per=None: of an attempt nothing is left")
     with deliveries.requested(task, message, redelivered=redelivered):
         begun: _Begun = _Claim(
-            task=task,
-            config=config,
-            chosen=chosen,
+            policy=policies.Policy(task, config, chosen),
             args=tuple(message.args),
             kwargs=message.kwargs,
             body=lambda: None,
@@ -258,7 +257,7 @@ class _Claim(calls.Call):
     ) -> attempts.Ran[Any] | claims.Refused:
         # At session level, also for a task at transaction level: the locks are the same ones,
         # and these need no transaction that stays open.
-        session = stacks.open_session(idle_sessions.plan(self.config, "session", work.node))
+        session = stacks.open_session(idle_sessions.plan(self.policy.config, "session", work.node))
         claim, records = uuid.uuid4(), executor.records
         try:
             answer = records.claim(session, work, claim=claim, window=window)

@@ -23,7 +23,7 @@ def never(*_: object) -> NoReturn:
     pytest.fail("this call needs neither the ledger nor the server's clock")
 
 
-def nothing(_: str) -> None:
+def nothing(*_: str | None) -> None:
     return None
 
 
@@ -33,7 +33,7 @@ def identify(
     *,
     lock_name: str = "proj.t",
     now: dt.datetime | None = None,
-    period_of: Callable[[str], str | None] = never,
+    period_of: Callable[[str, str | None], str | None] = never,
     server_now: Callable[[], dt.datetime] = never,
 ) -> identity.Identity:
     identifier = identity.Identifier(
@@ -124,14 +124,14 @@ def test_the_servers_clock_settles_it() -> None:
 
 def test_a_redelivered_message_stays_in_the_period_of_its_first_claim() -> None:
     again = dataclasses.replace(FRESH, redelivered=True)
-    asked: list[str] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def period_of(job: str) -> str:
-        asked.append(job)
+    def period_of(job: str, task_id: str | None) -> str:
+        asked.append((job, task_id))
         return "2026-11-02"
 
     assert identify(again, "day", period_of=period_of).period == "2026-11-02"
-    assert asked == ["proj:proj.t"]
+    assert asked == [("proj:proj.t", again.task_id)]
 
 
 def test_a_redelivered_message_that_was_never_claimed_takes_the_period_of_now() -> None:
