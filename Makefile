@@ -18,7 +18,7 @@ ARGS ?=
 SEED ?=
 RECORD ?=
 # Most tests wait for other processes, so there are more workers than cores. A file stays in one of
-# them: its tests share what they start.
+# them: its tests share what they start. Those that take longest come first, not those that have most.
 WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,7 +42,7 @@ installed := $(VENV)/.installed-$(python_key)-$(project_key)
 setup: $(installed)
 
 test: setup
-	$(BIN)/python -m pytest -m "not chaos" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos-tests: setup
 	$(BIN)/python -m pytest -m chaos $(ARGS)
