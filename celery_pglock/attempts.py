@@ -75,7 +75,7 @@ class Attempt:
         work: what is run.
         claimed: under which claim.
         terms: what is done about what happens.
-        settlement: settles when the session itself no longer can.
+        stack: where sessions come from to settle over when this one no longer can.
     """
 
     loan: stacks.Loan
@@ -84,7 +84,12 @@ class Attempt:
     work: claims.Work
     claimed: claims.Claimed
     terms: Terms
-    settlement: settling.Settlement
+    stack: stacks.Stack
+
+    @property
+    def settlement(self) -> settling.Settlement:
+        """What settles when the session itself no longer can."""
+        return settling.Settlement(stack=self.stack, records=self.records)
 
     @property
     def claim(self) -> uuid.UUID:

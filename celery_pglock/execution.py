@@ -160,7 +160,7 @@ class Executor:
             work=work,
             claimed=claimed,
             terms=self.terms,
-            settlement=settling.Settlement(stack=self.stack, records=self.records),
+            stack=self.stack,
         )
         if session.level == "session":
             return session_runs.SessionRun(attempt).run(body)

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _PLACEHOLDER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
 
 
+# As plain numbers: members of an enumeration are looked up by name each time.
+_FINE: Final = (int(ExecStatus.TUPLES_OK), int(ExecStatus.COMMAND_OK))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Statement:
     """A statement whose parameters have numbers.
@@ -118,7 +122,7 @@ class Prepared:
         waiting = generators.execute(self._connection.pgconn)
         results: list[PGresult] = self._connection.wait(waiting)
         for result in results:
-            if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
+            if result.status not in _FINE:
                 raise psycopg.errors.error_from_result(result, encoding=self._encoding)
         return results[-1]
 

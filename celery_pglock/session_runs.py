@@ -7,13 +7,15 @@ in and one out. Whatever strikes in between, the session is closed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import psycopg
 
 from celery_pglock import attempts, claims, errors, holds, quick, runs
 
 T = TypeVar("T")
+
+_DONE: Final = claims.Verdict(status="done")
 
 
 @quick.dataclass(frozen=True, slots=True)
@@ -42,7 +44,6 @@ class SessionRun:
     def _settle_success(self, hold: holds.Hold) -> errors.LockLost | None:
         attempt = self.attempt
         session, work, claim = attempt.session, attempt.work, attempt.claim
-        done = claims.Verdict(status="done")
         try:
             try:
                 settled = hold.release() is None and (
@@ -51,15 +52,15 @@ class SessionRun:
             except (psycopg.Error, errors.LockLost) as error:
                 if attempts.struck_by(error, work):
                     session.close()
-                    attempt.settlement.failure(work, claim, done, error)
+                    attempt.settlement.failure(work, claim, _DONE, error)
                     raise
-                settled = attempt.settlement.outcome(work, claim, done, error)
+                settled = attempt.settlement.outcome(work, claim, _DONE, error)
             except BaseException as interruption:
                 # A time limit or a stop that struck after the body had ended: what is done is
                 # recorded before anything else.
                 session.close()
                 if hold.loss is not None or not attempt.settlement.outcome(
-                    work, claim, done, interruption
+                    work, claim, _DONE, interruption
                 ):
                     raise
                 settled = True
@@ -90,10 +91,9 @@ class SessionRun:
         attempt.session.close()
         lost = attempt.lost(loss.reason)
         if attempt.terms.tolerate_loss:
-            done = claims.Verdict(status="done")
             return (
                 None
-                if attempt.settlement.outcome(attempt.work, attempt.claim, done, lost)
+                if attempt.settlement.outcome(attempt.work, attempt.claim, _DONE, lost)
                 else lost
             )
         attempt.settlement.failure(attempt.work, attempt.claim, attempts.lost_lock(lost), lost)

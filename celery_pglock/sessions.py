@@ -147,7 +147,12 @@ class Session:
                 msg = "a statement that was interrupted is not answered"
                 raise psycopg.OperationalError(msg)  # noqa: TRY301 - so it is closed, as ever
             started = time.monotonic()
-            rows = self._rows(query, parameters)
+            if self.level == "session":
+                # Nobody but us uses this connection.
+                ours = self._prepared = self._prepared or prepared.Prepared(self.connection)
+                rows = ours.rows(query, parameters)
+            else:
+                rows = self._by_cursor(query, parameters)
         except BaseException as error:
             self._cursor = None
             if isinstance(error, Exception) or not self.outlives_exit:
@@ -156,11 +161,7 @@ class Session:
         self.proven = started
         return rows
 
-    def _rows(self, query: bytes, parameters: Mapping[str, Any] | None) -> list[Any]:
-        if self.level == "session":
-            # Nobody but us uses this connection.
-            ours = self._prepared = self._prepared or prepared.Prepared(self.connection)
-            return ours.rows(query, parameters)
+    def _by_cursor(self, query: bytes, parameters: Mapping[str, Any] | None) -> list[Any]:
         # One for all statements: making one takes as long as all else that is done here.
         cursor = self._cursor = self._cursor or self.cursor()
         cursor.execute(query, parameters)

@@ -103,11 +103,10 @@ class LockedTask(_Task):
 
         if (chosen := options.locked(self)) is None:
             return body()
-        config = settings.of(self.app)
+        config, policy = settings.of(self.app), self._pglock_policy
         if not config.enabled:
             notices.disabled()
             return body()
-        policy = self._pglock_policy
         if policy is None or not policy.made_for(config, chosen):
             policy = self._pglock_policy = policies.Policy(self, config, chosen)
         call = calls.Call(
