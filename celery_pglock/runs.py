@@ -48,7 +48,7 @@ class Run:
     _connection: Any = None
     _held: Callable[[], bool]
     _prove: Callable[[], str | None]
-    _untold: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
+    _untold: Any = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     @property
     def connection(self) -> sqlalchemy.Connection:
@@ -94,7 +94,8 @@ class Run:
 
 def first_to_tell(run: Run) -> bool:
     """Return True once for each run: to the first who notices that its locks are lost."""
-    return run._untold.acquire(blocking=False)  # noqa: SLF001 - not for those who see a run
+    untold: threading.Lock = run._untold  # noqa: SLF001 - not for those who see a run
+    return untold.acquire(blocking=False)
 
 
 # Held weakly: a time limit may strike in the very line that would forget the run, and the next
