@@ -65,8 +65,8 @@ class Monitor:
     """The holds of one process, and the thread that watches them."""
 
     def __init__(self) -> None:
-        # Not a WeakValueDictionary, whose every change is half a dozen calls; a reference that
-        # died stays until its number is given out again.
+        # Not a WeakValueDictionary, whose every change is half a dozen calls; references that died
+        # are taken out at the next look at the clock.
         self._holds: dict[int, weakref.ref[Watched]] = {}
         self._timed: weakref.WeakSet[Timed] = weakref.WeakSet()
         self._mutex = threading.Lock()
@@ -174,20 +174,20 @@ class Monitor:
 
     def _look_at_the_clock(self) -> float:
         with self._mutex:
-            due: list[Timed] = [*self._living(), *self._timed]
+            # Referred to until the end: what is closed with a hold is not closed in here.
+            living = {n: hold for n, ref in self._holds.items() if (hold := ref()) is not None}
+            self._holds = {number: self._holds[number] for number in living}
+            due: list[Timed] = [*living.values(), *self._timed]
             # From here on whoever comes rings the bell, until the next look is settled.
             self._wakes_at = math.inf
         next_look = min(map(_tick, due), default=math.inf)
         with self._mutex:
             now = time.monotonic()
-            if any(self._living()):
+            if self._holds:
                 self._busy_at = now
             linger = self._busy_at + _LINGER
             self._wakes_at = min(next_look, linger) if linger > now else next_look
             return self._wakes_at
-
-    def _living(self) -> list[Watched]:
-        return [hold for watched in self._holds.values() if (hold := watched()) is not None]
 
     def _wait(self, until: float) -> list[tuple[int, int]]:
         left = max(0.0, until - time.monotonic())
@@ -196,7 +196,7 @@ class Monitor:
         if not self._looking:
             # Rounded up to milliseconds by epoll itself.
             return list(self._epoll.poll(None if left == math.inf else left))
-        if self._living():
+        if self._holds:
             self._bell.wait(min(left, _TICK))
         else:
             self._bell.wait(None if left == math.inf else left)
