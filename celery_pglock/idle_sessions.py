@@ -37,9 +37,9 @@ def stack(config: settings.Settings, level: sessions.Level, node: str) -> stacks
     return found[1]
 
 
-def lent(config: settings.Settings, level: sessions.Level) -> bool:
-    """Whether the runs of a level work on a connection that a framework lends."""
-    return level == "transaction" and config.django_alias is not None
+def lent(config: settings.Settings, level: sessions.Level) -> str | None:
+    """Return by which alias a framework lends its connection to the runs of a level, or None."""
+    return config.django_alias if level == "transaction" else None
 
 
 def source(
@@ -50,9 +50,9 @@ def source(
     Raises:
         ConfigurationError: the alias that the settings name is of no use.
     """
-    if config.django_alias is not None and lent(config, level):
+    if (alias := lent(config, level)) is not None:
         lender = lending.lender()
-        return lender.stack(config.django_alias, plan(config, level, node)), lender.transact
+        return lender.stack(alias, plan(config, level, node)), lender.transact
     return stack(config, level, node), transaction_runs.on_own_connection
 
 

@@ -175,9 +175,10 @@ class Monitor:
     def _look_at_the_clock(self) -> float:
         with self._mutex:
             # Referred to until the end: what is closed with a hold is not closed in here.
-            living = {n: hold for n, ref in self._holds.items() if (hold := ref()) is not None}
-            self._holds = {number: self._holds[number] for number in living}
-            due: list[Timed] = [*living.values(), *self._timed]
+            holds = {number: watched() for number, watched in self._holds.items()}
+            for number in [number for number, hold in holds.items() if hold is None]:
+                del self._holds[number]
+            due: list[Timed] = [*filter(None, holds.values()), *self._timed]
             # From here on whoever comes rings the bell, until the next look is settled.
             self._wakes_at = math.inf
         next_look = min(map(_tick, due), default=math.inf)

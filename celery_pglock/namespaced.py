@@ -41,4 +41,4 @@ class Namespaced:
                     "edited": elections.EDITED,
                 },
             )
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.rownumber is not None else []

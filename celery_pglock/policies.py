@@ -88,7 +88,7 @@ class Policy:
         if made is None:
             made = self._make(node)
             # What a framework lends is asked for each time: its connections are per thread.
-            if not idle_sessions.lent(self.config, self.level):
+            if idle_sessions.lent(self.config, self.level) is None:
                 self._made = made
         return made
 

@@ -131,8 +131,9 @@ class Stack:
         if self._timed_by is timer:
             timer.be_awake_at(since + IDLE_FOR)
         else:
-            self._timed_by = timer
+            # In this order: a time limit may strike in between.
             timer.keep_time_for(self)
+            self._timed_by = timer
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[sessions.Session]:

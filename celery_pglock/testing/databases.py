@@ -68,7 +68,7 @@ class Database:
         """Run a statement on a connection of its own; return its rows, none for an empty list."""
         with connections.connect(self.url, application=_APPLICATION) as connection:
             cursor = connection.execute(query.encode(), parameters or None)
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.rownumber is not None else []
 
     def runs(self, job: str | None = None) -> list[Row]:
         """Return the rows of all runs, or of one job's, in the order of job and period.

@@ -124,7 +124,7 @@ class Scribe:
         """Return the rows of a query on the history's server."""
         with self._connected() as connection:
             cursor = connection.execute(statement, values)
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.rownumber is not None else []
 
     def close(self) -> None:
         """Close this thread's connection."""

@@ -525,8 +525,13 @@ def test_a_hold_that_nobody_has_any_more_is_not_kept(database: Database) -> None
     hold = holds.Hold(session)
     hold.begin()
     proven_again(session, 1)
+    descriptor, watching = hold.descriptor, monitor.of_this_process()
+    watched = watching._holds  # noqa: SLF001 - what is left in it is seen nowhere else
+    assert descriptor in watched
     del session, hold
     eventually(lambda: not advisory_locks(database), 1.5, "the lock is free")
+    watching.wake()
+    eventually(lambda: descriptor not in watched, 5.0, "nothing refers to it")
 
 
 FORKED = """

@@ -108,7 +108,7 @@ def make_scene(
         if b"as materialized" in query:
             scene.looks += 1
         cursor = connection.execute(query, parameters)
-        return cursor.fetchall() if cursor.description else []
+        return cursor.fetchall() if cursor.rownumber is not None else []
 
     monkeypatch.setattr(rescue, "time", scene.clock)
     scene.rescuer = rescue.Rescuer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import socket
@@ -25,7 +26,10 @@ from celery_pglock import (
     guards,
     ledger,
     locks,
+    monitor,
     sessions,
+    stacks,
+    testing,
     working_transactions,
 )
 from celery_pglock.demo.servers import PostgresServer, children
@@ -257,6 +261,60 @@ def test_a_stack_gives_the_same_session_until_it_is_dead(
     assert second is not first
     assert first.connection.closed
     stack.give(second)
+
+
+def used(stack: stacks.Stack) -> int:
+    """Use a session of the stack and return its server process."""
+    with stack.lent() as session:
+        return int(session.execute(b"select pg_catalog.pg_backend_pid() as pid").pid)
+
+
+def ended(database: Database, pid: int) -> bool:
+    return not database.rows("select from pg_stat_activity where pid = %s", pid)
+
+
+def test_rows_without_columns_are_rows(database: Database) -> None:
+    """Else nothing that is looked for by ``select from`` would ever be found, and no wait wait."""
+    kit = testing.Database(database.url, database.name, "pglock", _accept=lambda: None)
+    for look in (database, kit):
+        assert look.rows("select from pg_catalog.generate_series(1, 2)") == [(), ()]
+        assert look.rows("select from pg_catalog.generate_series(1, 0)") == []
+        assert look.rows("create temporary table nothing ()") == []
+
+
+@pytest.fixture
+def soon_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "IDLE_FOR", 0.3)
+
+
+@pytest.mark.usefixtures("soon_unused")
+def test_a_session_that_nobody_needs_is_closed_each_time(
+    database: Database, lock_sessions: Sessions
+) -> None:
+    stack = lock_sessions.stack(database.url)
+    seen: set[int] = set()
+    for _ in range(3):
+        seen.add(used(stack))
+        eventually(lambda: all(ended(database, pid) for pid in seen), 5.0, "it is closed")
+        # Nothing is due now: the thread that keeps the time may sleep for ever.
+        eventually(lambda: stack.due == math.inf, 1.0, "nothing is due")
+    assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("soon_unused")
+def test_control_unless_the_clock_is_told_of_it_the_second_stays_open(
+    database: Database, lock_sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = lock_sessions.stack(database.url)
+    first = used(stack)
+    eventually(lambda: ended(database, first), 5.0, "the first is closed")
+    timer = monitor.of_this_process()
+    # Before it sleeps it looks once more; nothing else tells when that is over.
+    eventually(lambda: timer._wakes_at == math.inf, 10.0, "the thread sleeps")  # noqa: SLF001 - see above
+    monkeypatch.setattr(monitor.Monitor, "be_awake_at", lambda *_: None)
+    second = used(stack)
+    with pytest.raises(pytest.fail.Exception, match="the second is closed"):
+        eventually(lambda: ended(database, second), 2.0, "the second is closed")
 
 
 def test_a_session_that_holds_something_is_not_kept_for_the_next_run(

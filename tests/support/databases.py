@@ -46,7 +46,7 @@ class Database:
         """Run a statement on a connection of its own and return its rows (none: an empty list)."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             cursor = connection.execute(query.encode(), parameters or None)
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.rownumber is not None else []
 
     def ask(self, query: str, *parameters: object) -> list[TupleRow]:
         """Run a statement as `rows` does, within `kept` on one connection: for who asks often."""

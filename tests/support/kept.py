@@ -66,7 +66,7 @@ class KeptConnection:
     ) -> list[TupleRow]:
         try:
             cursor = connection.execute(query.encode(), parameters or None)
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if cursor.rownumber is not None else []
         except BaseException as error:
             # A refused statement leaves it as it was; the end of its session, or whatever strikes
             # in the middle of an answer, does not.
