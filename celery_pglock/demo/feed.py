@@ -57,6 +57,8 @@ class Told:
                 return f"leads no longer: {reason}"
             case "standby":
                 return "stands by"
+            case "run_rescued":
+                return f"sends {period} again: {self.fields.get('status')}, and nobody works on it"
             case "run_taken_over":
                 return f"takes {period} over, attempt {self.fields.get('attempt')}"
             case "run_skipped":

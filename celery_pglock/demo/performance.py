@@ -17,7 +17,9 @@ _STEP: Final = 0.04
 _SCENE_EVERY: Final = 0.25
 _READY_WITHIN: Final = 30.0
 _STOP_WITHIN: Final = 5.0
-_SETTLE_WITHIN: Final = 20.0
+# Long enough for what a worker took with it: that is missed once, sent again, and run. A machine
+# that does much else needs more of it than one that does not.
+_SETTLE_WITHIN: Final = 45.0
 # Half a second after an occurrence is due it has been sent, and the next one is far away: so
 # the end of the play cannot fall between the two.
 _STOP_AFTER_DUE: Final = (0.4, 1.0)
@@ -72,6 +74,7 @@ class Performance:
                     told.step()
                     self._look()
                 told.end()
+            self._outlast()
             until = self._stop_beats()
             judge = verdict.Judge(eyes, guarded=company.guarded, until=until)
             settled = self._settle(judge)
@@ -91,6 +94,17 @@ class Performance:
             if ready and (self._eyes.leader() or not self._company.guarded):
                 return
         raise ServerError("The beats and workers were not ready in time.")
+
+    def _outlast(self) -> None:
+        """Let a beat lead until what was due while there were kills has an end.
+
+        What a killed worker has taken with it is missed and sent again by the leader, so the last
+        one must not go before. What is sent from here on nobody is killed with.
+        """
+        judge = verdict.Judge(self._eyes, guarded=self._company.guarded, until=self._eyes.now())
+        for _ in self._patiently(_SETTLE_WITHIN):
+            if judge.settled():
+                break
 
     def _stop_beats(self) -> dt.datetime:
         """Stop the standby, then the leader, in the middle between two due instants."""

@@ -29,11 +29,12 @@ from tests.support.servers import REDIS_DATABASES
 
 NAMESPACE = "acceptance"
 # With them Redis delivers again what has been worked on for 5 s; its own defaults look only
-# every 100 s.
+# every 100 s, and for 300 s not at all once a worker was killed while it looked.
 FAST_REDELIVERY: dict[str, Any] = {
     "visibility_timeout": 5,
     "unacked_restore_interval": 1,
     "unacked_restore_throttle": 1,
+    "unacked_mutex_expire": 1,
 }
 
 # The fixture fresh_redis_url counts from below.

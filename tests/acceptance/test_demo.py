@@ -10,9 +10,10 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import redis
 
 from celery_pglock.demo import books, feed, outcome, plot, story, verdict
 from celery_pglock.demo.servers import children
@@ -181,6 +182,33 @@ def test_guarded_it_bills_every_period_once(processes: Processes) -> None:
     assert len(re.findall(r"kill -9 beat\d, which leads", demo.output())) == 2
     assert demo.output().count(" a second time, as task ") == 2
     assert "leads now, term 3" in demo.output()
+
+
+def broker_of(place: Path) -> str:
+    """Return the URL of the broker of the demonstration that plays below a directory."""
+    for pid in works_in(place):
+        with contextlib.suppress(OSError):
+            environment = (Path("/proc") / str(pid) / "environ").read_text(errors="replace")
+            if found := re.search(r"PGLOCK_DEMO_BROKER_URL=([^\0]+)", environment):
+                return found[1]
+    return ""
+
+
+@pytest.mark.slow
+def test_a_message_that_a_worker_took_with_it_is_sent_again(
+    processes: Processes, place: Path
+) -> None:
+    demo = start(processes, "--seed", "7", "--seconds", "12", TMPDIR=str(place))
+    url = eventually(lambda: broker_of(place), 30)
+    demo.wait_for_line(r"leads now, term 1")
+    # As a worker that is killed before it has written down what it was given.
+    with redis.Redis.from_url(url) as client:
+        taken: Any = client.brpop(["celery"], 30)
+    assert taken, demo.output()
+
+    assert demo.wait(120) == 0, demo.output()
+    assert re.search(r"beat\d sends [\d:.]+ again: sent, and nobody works on it", demo.output())
+    assert figure(demo, "missing") == 0
 
 
 @pytest.mark.slow

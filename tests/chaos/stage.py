@@ -36,11 +36,13 @@ SETTINGS: Final[dict[str, Any]] = {
     "pglock_rescue_sent_after": 15.0,
     "pglock_rescue_lost_after": 6.0,
 }
-# A message that its worker does not acknowledge comes again after so many seconds.
+# A message that its worker does not acknowledge comes again after so many seconds; a worker that
+# is killed while it looks for such messages keeps the others from it for one.
 TRANSPORT: Final[dict[str, Any]] = {
     "visibility_timeout": 12,
     "unacked_restore_interval": 1,
     "unacked_restore_throttle": 1,
+    "unacked_mutex_expire": 1,
 }
 EFFECTS: Final = b"""
 CREATE TABLE effects (job text NOT NULL, period text NOT NULL, name text NOT NULL,
