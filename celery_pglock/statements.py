@@ -191,9 +191,11 @@ _SETTLED_LOOKED_AT: Final = 1000
 
 # How many periods in a row were skipped since one was run is counted in the same statement: by the
 # labels, which stand in the index in their order. Random ones (``id:…``) are looked for among the
-# rows that were settled last. Both are bounded.
+# rows that were settled last. Both are bounded. The labels are walked one by one and no further than
+# to the last run: of a hundred at once the planner, as long as it has no statistics of the table,
+# reads and sorts all that the job ever had.
 SKIP: Final = f"""
-with w as (
+with recursive w as (
 insert into {{runs}} as r (job, period, due_at, status, name_key, task, task_id, entry, node, term,
  finished_at, reason)
 values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'skipped',
@@ -202,11 +204,18 @@ values (%(job)s::text, %(period)s::text, %(due_at)s::timestamptz, 'skipped',
 on conflict (job, period) do update set status = 'skipped', reason = excluded.reason,
  name_key = excluded.name_key, node = excluded.node, finished_at = excluded.finished_at
 where r.status = 'sent'
-), e as (
- (select r.status, pg_catalog.row_number() over (order by r.period desc) as place from {{runs}} r
+), b (period, status, place) as (
+ (select r.period, r.status, 1 from {{runs}} r
   where r.job = %(job)s::text and r.period < %(period)s::text
    and not pg_catalog.starts_with(%(period)s::text, 'id:')
-  order by r.period desc limit {SKIPS_COUNTED})
+  order by r.period desc limit 1)
+ union all
+ select o.period, o.status, b.place + 1 from b cross join lateral (
+  select r.period, r.status from {{runs}} r
+  where r.job = %(job)s::text and r.period < b.period order by r.period desc limit 1) o
+ where b.place < {SKIPS_COUNTED} and b.status in ('sent', 'skipped', 'missed')
+), e as (
+ select b.status, b.place from b
  union all
  (select t.status, pg_catalog.row_number() over (order by t.moment desc) as place from (
   (select r.job, r.period, r.status, r.finished_at as moment from {{runs}} r

@@ -37,6 +37,8 @@ def test_a_quick_run_measures_everything_and_writes_its_page(
     assert "nan" not in text
     for name in _named(figures["parts"]):
         assert f"| {name} |" in text
+    if "d" in letters:
+        assert "| rows | 1 process | 2 processes |" in text
     plots = [line.partition("](")[2].rstrip(")") for line in text.splitlines() if "![" in line]
     assert plots
     assert all((tmp_path / plot).read_text().startswith("<?xml") for plot in plots)

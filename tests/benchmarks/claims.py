@@ -197,7 +197,10 @@ def throughput(
                 **summary(times),
                 "rate": round(len(times) / seconds),
             }
-    return found
+    # Not in the order of the turns, which is another one in each run.
+    return {
+        rows: {str(number): row[str(number)] for number in claimers} for rows, row in found.items()
+    }
 
 
 def prune(tables: Sequence[Table], batches: int) -> Figures:
