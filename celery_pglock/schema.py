@@ -1,15 +1,7 @@
-"""The tables in PostgreSQL: numbered migrations, and the check that they are there.
+"""The tables in PostgreSQL: the numbered steps that make them, and the check that they are there.
 
-``celery_pglock/migrations/NNNN_name.sql`` are applied in the order of their numbers, each in
-one transaction together with its row in ``schema_version``. Release N runs on the schema of
-release N+1, so the schema is migrated first and the code deployed afterwards, while workers
-and beats go on. Hence two rules for a step:
-
-- It waits for no lock for longer than 50 ms at a time. Whoever waits for a table stands in
-  front of all who come later, so one long run at transaction level would hold up every claim.
-- What reads the whole table, an index above all, is a step of its own whose text begins with
-  ``-- concurrently``: its statements run outside of a transaction, one by one, each such that
-  a second try begins anew (PostgreSQL manual, "Building Indexes Concurrently").
+The steps are ``celery_pglock/migrations/NNNN_name.sql``; ``migrating`` applies them. One whose text
+begins with ``-- concurrently`` is run outside of a transaction.
 """
 
 from __future__ import annotations
@@ -19,14 +11,13 @@ import dataclasses
 import functools
 import importlib.resources
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
-from celery_pglock import connections, errors, keys
+from celery_pglock import connections, errors
 
 MIGRATE_COMMAND: Final = "run: celery -A <your app> pglock migrate"
 
@@ -34,9 +25,6 @@ _FILE: Final = re.compile(r"(\d{4})_\w+\.sql")
 _CONCURRENTLY: Final = "-- concurrently\n"
 _RIGHTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 _TABLES: Final = ("job_runs", "beat_entries", "beat_terms", "schema_version")
-_PATIENCE: Final = 60.0
-_LOCK_TIMEOUT: Final = "50ms"
-_POLL: Final = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +39,22 @@ class Migration:
     def concurrent(self) -> bool:
         """Whether it is run outside of a transaction."""
         return self.text.startswith(_CONCURRENTLY)
+
+    def rendered(self, schema: str) -> str:
+        """Return its SQL for a schema."""
+        return self.text.replace("{schema}", _quoted(schema))
+
+    def record(self, schema: str) -> str:
+        """Return the statement which records that it was applied, without a semicolon."""
+        return (
+            sql.SQL("INSERT INTO {} (number, name) VALUES ({}, {})")
+            .format(
+                sql.Identifier(schema, "schema_version"),
+                sql.Literal(self.number),
+                sql.Literal(self.name),
+            )
+            .as_string()
+        )
 
 
 @functools.cache
@@ -84,7 +88,7 @@ def script(schema: str = "pglock") -> str:
         if step.concurrent is inside:
             text += "COMMIT;\n" if inside else "BEGIN;\n"
             inside = not inside
-        text += f"\n-- {step.name}\n{_text(step, schema)}{_record(step, schema)};\n"
+        text += f"\n-- {step.name}\n{step.rendered(schema)}{step.record(schema)};\n"
     return f"{text}COMMIT;\n" if inside else text
 
 
@@ -97,46 +101,6 @@ def grants(schema: str = "pglock", role: str = "<role>") -> str:
     )
 
 
-def _untold(_: Migration) -> None:
-    """Keep it to oneself."""
-
-
-def migrate(
-    target: connections.Target,
-    schema: str = "pglock",
-    *,
-    begun: Callable[[Migration], object] = _untold,
-) -> list[str]:
-    """Bring the schema up to this release and return the names of the steps applied.
-
-    May be started on many machines at once: one works, the others wait for it (at most 60 s)
-    and find nothing left to do. When nothing is to be done, no right to create anything is
-    needed.
-
-    Args:
-        target: the database.
-        schema: where the tables are to be.
-        begun: told of each step before it is applied.
-
-    Raises:
-        DatabaseUnavailable: the server cannot be reached.
-        ServerInRecovery: the server is a standby.
-        SchemaError: the role may not create what is missing, something of that name is there
-            already, or another migration holds on.
-    """
-    with contextlib.closing(_connect(target)) as connection:
-        applied: list[str] = []
-        with _migration_lock(connection, schema), contextlib.closing(_connect(target)) as working:
-            with translated(connections.describe_open(working), schema):
-                pending = _pending(working, schema)
-            for step in pending:
-                begun(step)
-                _apply(working, schema, step)
-                applied.append(step.name)
-        check(connection, schema)
-        return applied
-
-
 def verify(target: connections.Target, schema: str = "pglock") -> None:
     """Check the schema from outside; see ``check``.
 
@@ -145,7 +109,7 @@ def verify(target: connections.Target, schema: str = "pglock") -> None:
         ServerInRecovery: the server is a standby.
         SchemaError: the tables are missing, older, or without their UNIQUE constraint.
     """
-    with contextlib.closing(_connect(target)) as connection:
+    with contextlib.closing(connect(target)) as connection:
         check(connection, schema)
 
 
@@ -168,13 +132,13 @@ def _check(connection: psycopg.Connection[Any], schema: str) -> None:
 
 def outdated(connection: psycopg.Connection[Any], schema: str) -> errors.SchemaError | None:
     """Return what is to be said of tables that are missing, or older than this release needs."""
-    pending = _pending(connection, schema)
-    if not pending:
+    missing = pending(connection, schema)
+    if not missing:
         return None
-    if len(pending) == len(migrations()):
+    if len(missing) == len(migrations()):
         fault = f"has no tables of celery-pglock in database {connection.info.dbname!r}"
     else:
-        fault = f"is older than this release needs (missing: {pending[0].name})"
+        fault = f"is older than this release needs (missing: {missing[0].name})"
     return errors.SchemaError(schema, fault, MIGRATE_COMMAND)
 
 
@@ -262,7 +226,13 @@ def fault(
             return errors.DatabaseUnavailable(target, " ".join(str(error).split()))
 
 
-def _connect(target: connections.Target) -> psycopg.Connection[Any]:
+def connect(target: connections.Target) -> psycopg.Connection[Any]:
+    """Connect to a database in which tables can be made.
+
+    Raises:
+        DatabaseUnavailable: the server cannot be reached.
+        ServerInRecovery: the server is a standby.
+    """
     connection = connections.connect(target, application="pglock migrate", prepare_threshold=None)
     try:
         row = connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone()
@@ -278,34 +248,8 @@ def _connect(target: connections.Target) -> psycopg.Connection[Any]:
     return connection
 
 
-@contextlib.contextmanager
-def _migration_lock(connection: psycopg.Connection[Any], schema: str) -> Iterator[None]:
-    # A transaction-level lock works through any pooler. It is tried, never waited for: a
-    # blocked waiter would hold back vacuum and every CREATE INDEX CONCURRENTLY.
-    key = keys.from_name("pglock", "migrate", schema)
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        with connection.transaction():
-            row = connection.execute(
-                "select pg_catalog.pg_try_advisory_xact_lock(%s::bigint)", [key]
-            ).fetchone()
-            if row is not None and row[0]:
-                _unhurried(connection, local=True)
-                # In a transaction a query with parameters keeps its snapshot until the next
-                # statement, and a step that builds an index would wait for it for ever.
-                connection.execute("set local lock_timeout = 0")
-                yield
-                return
-        if time.monotonic() > deadline:
-            raise errors.SchemaError(
-                schema,
-                f"is being migrated by somebody else for more than {_PATIENCE:.0f} s",
-                "wait for it to end, or end its session, and run migrate again",
-            )
-        time.sleep(0.05)
-
-
-def _pending(connection: psycopg.Connection[Any], schema: str) -> list[Migration]:
+def pending(connection: psycopg.Connection[Any], schema: str) -> list[Migration]:
+    """Return the steps that were not applied yet, in their order."""
     table_name = sql.Identifier(schema, "schema_version").as_string()
     row = connection.execute("select pg_catalog.to_regclass(%s)", [table_name]).fetchone()
     if row is None or row[0] is None:
@@ -315,111 +259,5 @@ def _pending(connection: psycopg.Connection[Any], schema: str) -> list[Migration
     return [step for step in migrations() if step.number not in done]
 
 
-def _apply(connection: psycopg.Connection[Any], schema: str, step: Migration) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            if step.concurrent:
-                _unhurried(connection, local=False)
-                for statement in _statements(_text(step, schema)):
-                    connection.execute(statement.encode())
-                connection.execute(_record(step, schema).encode())
-            else:
-                with connection.transaction():
-                    _unhurried(connection, local=True)
-                    connection.execute(
-                        "select pg_catalog.set_config('lock_timeout', %s, true)", [_LOCK_TIMEOUT]
-                    )
-                    _make_schema(connection, schema)
-                    connection.execute(_text(step, schema).encode())
-                    connection.execute(_record(step, schema).encode())
-        # The deadlock is with the index building of a migrator that was killed: the server goes
-        # on with it, and each waits for the other.
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
-            if time.monotonic() > deadline:
-                raise errors.SchemaError(
-                    schema,
-                    f"could not be migrated by step {step.name}, because its tables are in use "
-                    f"without a pause ({str(error).splitlines()[0]})",
-                    "wait for long runs at transaction level to end, or stop them, and run "
-                    "migrate again",
-                ) from None
-            time.sleep(_POLL)
-        except psycopg.errors.InsufficientPrivilege as error:
-            reason = str(error).splitlines()[0]
-            raise errors.SchemaError(
-                schema,
-                f"cannot be migrated by role {connection.info.user!r} ({reason})",
-                "run: celery -A <your app> pglock migrate --sql, and let the owner of the database "
-                "apply what it prints",
-            ) from None
-        except (
-            psycopg.errors.DuplicateTable,
-            psycopg.errors.DuplicateColumn,
-            psycopg.errors.DuplicateObject,
-        ) as error:
-            # Made by hand or by Alembic: what is there is not ours to judge.
-            reason = str(error).splitlines()[0]
-            raise errors.SchemaError(
-                schema,
-                f"holds already what step {step.name} makes ({reason})",
-                f"drop it, or if it is right record that: {_record(step, schema)}; and run migrate "
-                f"again",
-            ) from None
-        else:
-            return
-
-
-def _unhurried(connection: psycopg.Connection[Any], *, local: bool) -> None:
-    """Let no limit of the role end a step, or the transaction that keeps others from migrating."""
-    connection.execute(
-        "select pg_catalog.set_config(name, '0', %s) from pg_catalog.pg_settings where name in"
-        " ('statement_timeout', 'lock_timeout', 'idle_in_transaction_session_timeout',"
-        " 'transaction_timeout')",
-        [local],
-    )
-
-
-def _make_schema(connection: psycopg.Connection[Any], schema: str) -> None:
-    # Asked first, because CREATE SCHEMA IF NOT EXISTS wants the right to create one even
-    # where there is one.
-    if not _exists(connection, "select pg_catalog.to_regnamespace(%s)", [_quoted(schema)]):
-        connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
-    version = sql.Identifier(schema, "schema_version")
-    if not _exists(connection, "select pg_catalog.to_regclass(%s)", [version.as_string()]):
-        connection.execute(
-            sql.SQL(
-                "CREATE TABLE {} (number integer PRIMARY KEY, name text NOT NULL,"
-                " applied_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp())"
-            ).format(version)
-        )
-
-
-def _statements(text: str) -> list[str]:
-    # Steps are ours, and have no semicolon inside a literal.
-    return [part for part in map(str.strip, text.split(";")) if part]
-
-
-def _exists(connection: psycopg.Connection[Any], query: Any, parameters: list[str]) -> bool:
-    row = connection.execute(query, parameters).fetchone()
-    return row is not None and row[0] is not None
-
-
 def _quoted(name: str) -> str:
     return sql.Identifier(name).as_string()
-
-
-def _text(step: Migration, schema: str) -> str:
-    return step.text.replace("{schema}", _quoted(schema))
-
-
-def _record(step: Migration, schema: str) -> str:
-    return (
-        sql.SQL("INSERT INTO {} (number, name) VALUES ({}, {})")
-        .format(
-            sql.Identifier(schema, "schema_version"),
-            sql.Literal(step.number),
-            sql.Literal(step.name),
-        )
-        .as_string()
-    )

@@ -6,7 +6,7 @@ import contextlib
 
 import click
 
-from celery_pglock import connections, errors, schema, sessions, settings, stacks
+from celery_pglock import connections, errors, migrating, schema, sessions, settings, stacks
 from celery_pglock.cli import documents, index_builds, progress, session, switches, terminal
 
 _FAILED = 1
@@ -61,7 +61,7 @@ def _migrate(config: settings.Settings, *, verbose: bool, as_json: bool) -> None
             builds.step = step.name
             tell(f"applying {step.name}")
 
-        applied = schema.migrate(target, config.schema, begun=begun)
+        applied = migrating.migrate(target, config.schema, begun=begun)
     if as_json:
         found = _pooler(target)
         mode = "transaction" if isinstance(found, errors.TransactionPooler) else "session"

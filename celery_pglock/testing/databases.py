@@ -17,7 +17,7 @@ from celery import Celery
 from psycopg import sql
 from psycopg.rows import class_row
 
-from celery_pglock import connections, idle_sessions, schema, settings
+from celery_pglock import connections, idle_sessions, migrating, settings
 
 _APPLICATION: Final = "pglock:testing"
 # Far longer than the server takes to end a session, also on a machine that is busy.
@@ -172,7 +172,7 @@ class Templates:
         template = self._made.get(schema_name)
         if template is None:
             template = self._stack.enter_context(self._server.database(schema_name))
-            schema.migrate(template.url, schema_name)
+            migrating.migrate(template.url, schema_name)
             self._made[schema_name] = template
         with self._server.database(schema_name, template.name) as database:
             yield database

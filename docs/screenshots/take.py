@@ -22,7 +22,7 @@ import psycopg
 from PIL import Image
 from selenium.webdriver.common.by import By
 
-from celery_pglock import keys, schema
+from celery_pglock import keys, migrating
 from celery_pglock.demo.servers import PostgresServer, ValkeyServer, children
 from tests.support.browser import driving, scheme
 
@@ -58,7 +58,7 @@ def main() -> None:
         valkey = stack.enter_context(ValkeyServer())
         os.environ["SHOP_DATABASE_URL"] = url = postgres.url()
         os.environ["SHOP_BROKER_URL"] = valkey.url()
-        schema.migrate(url)
+        migrating.migrate(url)
         psql = stack.enter_context(psycopg.connect(url, autocommit=True, application_name="psql"))
         key = keys.from_name("shop", "task", "shop.send_newsletter")
         stack.enter_context(started("worker", "-P", "threads", "-c", "8", log=log))

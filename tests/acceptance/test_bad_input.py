@@ -23,7 +23,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_pglock import schema
+from celery_pglock import migrating, schema
 from celery_pglock.demo.servers import PostgresServer
 from tests.support import commands as in_process
 from tests.support.databases import Database
@@ -313,7 +313,7 @@ def _connects(url: str) -> bool:
 
 
 def test_a_server_in_recovery_is_refused(commands: Commands, own_postgres: PostgresServer) -> None:
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     with own_postgres.standby() as standby:
         worker = commands.worker(pglock_database_url=standby.url())
         for arguments in (("migrate",), ("migrate", "--check")):
@@ -471,7 +471,7 @@ url, rounds, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with psycopg.connect(url, autocommit=True) as gatekeeper:
     for number in range(rounds):
         gatekeeper.execute("select pg_advisory_lock_shared(%s)", [first + number])
-        print(json.dumps([number, schema.migrate(url, f"round{number}")]), flush=True)
+        print(json.dumps([number, migrating.migrate(url, f"round{number}")]), flush=True)
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer, ValkeyServer
 from tests.support.processes import Process, eventually
 from tests.support.stage import MakeStage, Stage
@@ -26,7 +26,7 @@ def lasting_valkey() -> Iterator[ValkeyServer]:
 @pytest.fixture
 def lasting_postgres(own_postgres: PostgresServer) -> PostgresServer:
     """A server of this test's own, with our tables."""
-    schema.migrate(own_postgres.url("postgres"), "pglock")
+    migrating.migrate(own_postgres.url("postgres"), "pglock")
     return own_postgres
 
 

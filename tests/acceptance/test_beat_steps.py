@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.rows import TupleRow
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer
 from tests.acceptance import bursts
 from tests.support.processes import eventually
@@ -146,7 +146,7 @@ def test_a_database_that_restarts_in_the_middle_of_a_burst_costs_and_doubles_not
 ) -> None:
     """`backend`: SIGKILL of the leader's own, after which PostgreSQL restarts by itself."""
     url = own_postgres.url("postgres")
-    schema.migrate(url, "pglock")
+    migrating.migrate(url, "pglock")
     marker = tmp_path / "marker"
     stage = make_stage(
         bursts.names(100), url=url, extra={"APP_STRIKE_AT": "50", "APP_MARKER": str(marker)}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_pglock import DatabaseUnavailable, LockLost, TransactionEnded, keys, schema
+from celery_pglock import DatabaseUnavailable, LockLost, TransactionEnded, keys, migrating
 from celery_pglock.demo.servers import PostgresServer
 from tests.acceptance.bench import NAMESPACE, Bench, due, label, occurrence
 from tests.acceptance.conftest import MakeBench
@@ -349,7 +349,7 @@ def test_c39_after_a_lost_lock_the_next_period_runs_beside_the_first_attempt(
 def outage(make_bench: MakeBench, own_postgres: PostgresServer) -> Bench:
     """A bench whose database is down, with a worker that was started before."""
     url = own_postgres.url("postgres")
-    schema.migrate(url, "pglock")
+    migrating.migrate(url, "pglock")
     bench = make_bench(database=Database("postgres", url))
     bench.worker(app=APP, concurrency=1, cases_quiet=True)
     own_postgres.stop()

@@ -17,7 +17,7 @@ from typing import Any
 import celery.beat
 import pytest
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer
 from tests.acceptance.bench import close_app
 from tests.support.processes import Process, eventually
@@ -333,7 +333,7 @@ def test_workers_with_a_beat_answer_whatever_their_beat_does(
     make_stage: MakeStage, own_postgres: PostgresServer, asker: Asker, fault: str
 ) -> None:
     """One leads, two stand by."""
-    schema.migrate(own_postgres.url("postgres"), "pglock")
+    migrating.migrate(own_postgres.url("postgres"), "pglock")
     stage = make_stage({"one": 1.0}, url=own_postgres.url("postgres"))
     with contextlib.closing(Proxy(stage.broker)) as proxy:
         stage.broker, direct = proxy.url, stage.broker
@@ -365,7 +365,7 @@ def test_beats_answer_whether_they_lead_or_stand_by_or_have_no_database(
     make_stage: MakeStage, own_postgres: PostgresServer, asker: Asker
 ) -> None:
     since(hasattr(celery.beat, "BeatPidbox"), "Celery 5.7, whose beat can be asked")
-    schema.migrate(own_postgres.url("postgres"), "pglock")
+    migrating.migrate(own_postgres.url("postgres"), "pglock")
     stage = make_stage({"one": 1.0}, url=own_postgres.url("postgres"))
     beats = [
         standing(stage.beat("--enable-remote-control", "-n", f"beat{number}@%h"))

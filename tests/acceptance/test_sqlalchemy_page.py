@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from psycopg import sql
 
-from celery_pglock import schema
+from celery_pglock import migrating, schema
 from celery_pglock.demo.servers import PostgresServer, ValkeyServer
 from tests.acceptance.bench import redis_database
 from tests.support.databases import Database
@@ -75,7 +75,7 @@ def project(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Project]:
     database = Database("postgres", server.url())
-    schema.migrate(database.url)
+    migrating.migrate(database.url)
     database.rows("CREATE TABLE invoices (id serial PRIMARY KEY, day text, customer text)")
     database.rows("GRANT ALL ON invoices, invoices_id_seq TO proj")
     database.rows("GRANT USAGE ON SCHEMA pglock TO proj")
@@ -162,7 +162,7 @@ def test_alembic_leaves_the_tables_alone(
     if not mirrored:
         env = env.replace("tables.mirror(Base.metadata)\n", "")
         assert env != FILES["env.py"]
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     shell = project.shell(
         "from alembic import command, util",
         "from alembic.config import Config",

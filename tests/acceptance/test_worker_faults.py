@@ -23,7 +23,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 from celery.result import AsyncResult
 
-from celery_pglock import LockLost, schema
+from celery_pglock import LockLost, migrating
 from celery_pglock.demo.servers import PostgresServer, children
 from tests.acceptance.bench import Bench, Note, due, occurrence
 from tests.acceptance.conftest import MakeBench
@@ -570,7 +570,7 @@ def server() -> Iterator[PostgresServer]:
     """A server that logs every client that goes without a word."""
     # Outside a transaction that is only worth DEBUG1 to it.
     with PostgresServer({**CRASH_SAFE, "log_min_messages": "debug1"}) as server:
-        schema.migrate(server.url(), schema=SCHEMA)
+        migrating.migrate(server.url(), schema=SCHEMA)
         yield server
 
 

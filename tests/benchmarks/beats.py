@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import kombu
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from tests.benchmarks import schedulers
 from tests.benchmarks.measuring import Figures, Ground, apart, own_database, summary
 
@@ -71,7 +71,7 @@ def _of_size(
         found: Figures = {}
         for number, kind in enumerate(kinds):
             url = stack.enter_context(own_database(ground.server))
-            schema.migrate(url)
+            migrating.migrate(url)
             place = schedulers.Place(url, broker or ground.redis_database(6 + number), size)
             children[kind] = stack.enter_context(apart())
             children[kind].submit(schedulers.Child.make, kind, place).result()

@@ -19,7 +19,16 @@ from urllib.parse import quote
 import psycopg
 from psycopg import sql
 
-from celery_pglock import attempts, claims, execution, keys, ledger, retention, schema, stacks
+from celery_pglock import (
+    attempts,
+    claims,
+    execution,
+    keys,
+    ledger,
+    migrating,
+    retention,
+    stacks,
+)
 from celery_pglock import sessions as lock_sessions
 from tests.benchmarks.measuring import Figures, Ground, alone, own_database, summary
 
@@ -56,7 +65,7 @@ class Table:
         return f"rows_{self.rows}"
 
     def make(self) -> None:
-        schema.migrate(self.url, self.schema)
+        migrating.migrate(self.url, self.schema)
         query = sql.SQL(FILL).format(runs=sql.Identifier(self.schema, "job_runs"))
         with psycopg.connect(self.url, autocommit=True) as connection:
             row = connection.execute("select pg_catalog.clock_timestamp()").fetchone()

@@ -9,7 +9,7 @@ import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from tests.benchmarks import tasks
 from tests.benchmarks.measuring import Figures, Ground, in_turn, own_database, summary
 from tests.benchmarks.processes import celery
@@ -22,7 +22,7 @@ def measure(ground: Ground) -> Figures:
     ground.say(f"(a) end to end, {samples} messages of each")
     broker, locks = ground.redis_database(4), ground.redis_database(5)
     with own_database(ground.server) as url, celery() as start:
-        schema.migrate(url)
+        migrating.migrate(url)
         env = {tasks.DATABASE: url, tasks.BROKER: broker, tasks.LOCKS: locks}
         arguments = ("worker", "-c", "1", "-n", "bench@here", "-l", "INFO", "--without-gossip")
         worker = start("-A", "tests.benchmarks.worker", *arguments, env=env)

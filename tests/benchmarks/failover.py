@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import redis
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from tests.benchmarks.measuring import Figures, Ground, own_database, summary
 from tests.benchmarks.processes import Process, celery
 
@@ -81,7 +81,7 @@ def _kills(ground: Ground, contender: Contender, count: int, patience: float) ->
     client = redis.Redis.from_url(broker, socket_timeout=None)
     client.flushdb()
     with own_database(ground.server) as url, celery() as start:
-        schema.migrate(url)
+        migrating.migrate(url)
 
         def beat() -> Process:
             return start(

@@ -27,7 +27,7 @@ from celery_pglock import (
     idle_sessions,
     keys,
     ledger,
-    schema,
+    migrating,
     sessions,
     settings,
     stacks,
@@ -62,7 +62,7 @@ def measure(ground: Ground) -> Figures:
     seed = ground.random.randrange(1 << 30)
     found: Figures = {"round_trip": ROUND_TRIP}
     with own_database(ground.server) as url:
-        schema.migrate(url)
+        migrating.migrate(url)
         ground.say(f"(a) guards, {samples} calls of each")
         found["near"] = alone(_calls, url, ground.redis_database(1), samples, seed)
         _set_synchronous_commit(url, "off")

@@ -17,7 +17,7 @@ import time
 
 import psycopg
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import ValkeyServer
 from tests.benchmarks.measuring import SERVER, own_database, quantile
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--url", default=SERVER, help="of a role that may create a database")
     orders = parser.parse_args()
     with ValkeyServer() as valkey, own_database(orders.url) as url:
-        schema.migrate(url)
+        migrating.migrate(url)
         times = lateness(url, valkey.url(), orders.seconds)
     tenth = max(1, len(times) // 10)
     print(f"\n{len(times)} occurrences of an entry that is due each second, late by (ms)")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psycopg
 
-from celery_pglock import attempts, claims, execution, ledger, runs, schema, stacks
+from celery_pglock import attempts, claims, execution, ledger, migrating, runs, stacks
 from celery_pglock import sessions as lock_sessions
 from celery_pglock.demo.servers import PostgresServer
 from tests.benchmarks import guards, schedulers, tasks
@@ -49,11 +49,11 @@ def measure(ground: Ground) -> Figures:
             found["idle"] = _idle(ground, server, url, seconds)
         ground.say("(e) memory of holders, WAL of runs")
         with own_database(server.url()) as url:
-            schema.migrate(url)
+            migrating.migrate(url)
             found["memory"] = _memory(url)
             found["wal"] = alone(_wal_of_runs, url, ground.redis_database(13), ground.few(200, 20))
         with own_database(server.url()) as url:
-            schema.migrate(url)
+            migrating.migrate(url)
             found["wal"]["an occurrence, sent by the beat"] = alone(
                 _wal_of_beat, url, ground.redis_database(14), ground.few(2000, 100)
             )
@@ -62,7 +62,7 @@ def measure(ground: Ground) -> Figures:
 
 def _idle(ground: Ground, server: PostgresServer, url: str, seconds: float) -> Figures:
     """Return how many statements a leader, a standby, a run and idle sessions make in a minute."""
-    schema.migrate(url)
+    migrating.migrate(url)
     env = {
         "APP_DATABASE_URL": url,
         "APP_BROKER_URL": ground.redis_database(15),

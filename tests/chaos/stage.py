@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self
 
 import psycopg
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer, ValkeyServer, binaries, children
 from tests.chaos import history, plan
 from tests.support import clocks, namespaces
@@ -156,7 +156,7 @@ class Stage:
         )
         for server in (self.witness, self.server):
             self.trust(server)
-        schema.migrate(self.server.url())
+        migrating.migrate(self.server.url())
         with psycopg.connect(self.server.url(), autocommit=True) as connection:
             connection.execute(EFFECTS)
         with psycopg.connect(self.witness.url(), autocommit=True) as connection:

@@ -16,7 +16,17 @@ import time
 import uuid
 from typing import Final
 
-from celery_pglock import attempts, claims, execution, keys, ledger, schema, sessions, stacks
+from celery_pglock import (
+    attempts,
+    claims,
+    execution,
+    keys,
+    ledger,
+    migrating,
+    schema,
+    sessions,
+    stacks,
+)
 
 COLUMN: Final = schema.Migration(
     9001,
@@ -112,8 +122,8 @@ def claim(orders: Claiming) -> list[float]:
 def migrate(orders: Migrating) -> list[str]:
     steps = (*schema.migrations(), *(STEPS[name] for name in orders.steps))
     schema.migrations = lambda: steps  # type: ignore[assignment] # without its cache
-    schema._LOCK_TIMEOUT = orders.lock_timeout  # type: ignore[misc] # noqa: SLF001 - the control's
-    return schema.migrate(orders.url)
+    migrating._LOCK_TIMEOUT = orders.lock_timeout  # type: ignore[misc] # noqa: SLF001 - the control's
+    return migrating.migrate(orders.url)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import sqlalchemy as sa
 
-from celery_pglock import errors, schema, tables
+from celery_pglock import errors, migrating, schema, tables
 from tests.support.databases import Database
 from tests.support.processes import REPOSITORY
 from tests.support.requirements import require, since
@@ -83,7 +83,7 @@ def test_after_migrate_autogenerate_finds_nothing_to_do(
     blank_database: Database, compare: Compare, name: str
 ) -> None:
     make_users_tables(blank_database)
-    schema.migrate(blank_database.url, name)
+    migrating.migrate(blank_database.url, name)
     metadata = users_metadata()
     tables.mirror(metadata, name)
     assert compare(metadata, include_schemas=True) == []
@@ -94,7 +94,7 @@ def test_without_the_mirror_it_would_drop_the_tables(
 ) -> None:
     """What the mirror is for; and in the default configuration it is not needed."""
     make_users_tables(blank_database)
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     proposed = compare(users_metadata(), include_schemas=True)
     dropped = {change[1].name for change in proposed if change[0] == "remove_table"}
     assert dropped == {table.name for table in tables.mirror(sa.MetaData()).values()}
@@ -120,7 +120,7 @@ def test_without_the_mirror_it_would_drop_the_tables(
 def test_control_it_does_find_what_differs(
     blank_database: Database, compare: Compare, change: str, kind: str
 ) -> None:
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     blank_database.rows(change)
     metadata = sa.MetaData()
     tables.mirror(metadata)
@@ -147,10 +147,10 @@ def test_tables_that_are_made_from_the_mirror_are_the_same_once_that_is_recorded
         schema.verify(blank_database.url)
     for step in schema.migrations():
         with pytest.raises(errors.SchemaError, match=f"what step {step.name} makes") as caught:
-            schema.migrate(blank_database.url)
+            migrating.migrate(blank_database.url)
         remedy = str(caught.value).partition("record that: ")[2]
         blank_database.rows(remedy.partition("; and run")[0])
-    assert schema.migrate(blank_database.url) == []
+    assert migrating.migrate(blank_database.url) == []
     schema.verify(blank_database.url)
     assert compare(metadata, include_schemas=True) == []
 
@@ -207,7 +207,7 @@ def test_alembics_own_command_finds_nothing_to_do(blank_database: Database, tmp_
     before = check()
     assert before.returncode != 0, "the control: the tables are not there yet"
     assert "job_runs" in before.stdout + before.stderr
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     after = check()
     assert after.returncode == 0, after.stdout + after.stderr
     assert "No new upgrade operations detected" in after.stdout + after.stderr

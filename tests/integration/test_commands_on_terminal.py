@@ -13,7 +13,7 @@ import celery
 import psycopg
 import pytest
 
-from celery_pglock import schema
+from celery_pglock import migrating, schema
 from celery_pglock.cli import columns, index_builds
 from tests.integration import online
 from tests.integration.test_command_states import NAMESPACE, QUEUE, application, fill, refill
@@ -222,11 +222,11 @@ def test_a_migration_tells_what_the_building_of_an_index_waits_for(
 
     with psycopg.connect(database.url) as writing, builds.watched(), ThreadPoolExecutor(1) as pool:
         writing.execute("delete from pglock.job_runs")
-        migrating = pool.submit(schema.migrate, database.url, begun=begun)
+        migration = pool.submit(migrating.migrate, database.url, begun=begun)
         waits = (
             f"applying {online.INDEX.name}: waiting for writers before build, "
             f"for backend {writing.info.backend_pid}"
         )
         eventually(lambda: waits in told, what="it tells for whom it waits", told=lambda: told)
         writing.commit()
-        assert migrating.result(30) == [online.INDEX.name]
+        assert migration.result(30) == [online.INDEX.name]

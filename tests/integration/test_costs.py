@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from psycopg.pq import Trace
 
-from celery_pglock import attempts, claims, execution, ledger, locks, schema, sessions
+from celery_pglock import attempts, claims, execution, ledger, locks, migrating, sessions
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Sessions, terminate, work
 from tests.support.databases import Database
@@ -268,7 +268,7 @@ def test_a_refusal_writes_no_wal(
     quiet_postgres: PostgresServer, lock_sessions: Sessions, level: sessions.Level
 ) -> None:
     url = quiet_postgres.url()
-    schema.migrate(url)
+    migrating.migrate(url)
     session = lock_sessions.open(url, level)
     done, running, free = (work(period, name=period) for period in ("done", "running", "free"))
     first, holder = (lock_sessions.open(url) for _ in range(2))

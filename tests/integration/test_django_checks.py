@@ -9,7 +9,7 @@ from typing import Any
 import celery
 import pytest
 
-from celery_pglock import settings
+from celery_pglock import migrating, settings
 from tests.support.databases import Database
 from tests.support.django_site import environment, manage, pointed
 from tests.support.pgbouncer import StartPgBouncer
@@ -175,9 +175,8 @@ def test_tables_that_are_missing_or_old(blank_database: Database) -> None:
         (missing,) = found(database="default")
         assert ids([missing]) == ["W003"]
         assert missing.hint == "Run: manage.py migrate."
-        from celery_pglock import schema
 
-        schema.migrate(blank_database.url)
+        migrating.migrate(blank_database.url)
         assert found(database="default") == []
         blank_database.rows("DELETE FROM pglock.schema_version WHERE number = 2")
         (old,) = found(database="default")

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import schema
+from celery_pglock import migrating, schema
 from tests.integration.test_schema import NAMES, catalog
 from tests.support.databases import Database
 from tests.support.django_site import environment, pointed
@@ -45,7 +45,7 @@ def test_they_make_the_same_tables(
     assert catalog(blank_database, "pglock") == by_command
     assert recorded(blank_database) == NAMES
     # And the other way round: each finds what the other has done.
-    assert schema.migrate(blank_database.url) == []
+    assert migrating.migrate(blank_database.url) == []
     schema.verify(blank_database.url)
 
 
@@ -66,7 +66,7 @@ def test_tables_that_the_command_has_made_are_taken_as_they_are(
 def test_a_step_that_only_one_of_them_has_applied_is_applied_by_the_other(
     blank_database: Database, by_command: dict[str, list[Any]]
 ) -> None:
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     blank_database.rows("DROP TABLE pglock.beat_entries, pglock.beat_terms")
     blank_database.rows("DELETE FROM pglock.schema_version WHERE number > 1")
     migrate(blank_database)
@@ -78,7 +78,7 @@ def test_both_at_once_make_the_tables_once(blank_database: Database) -> None:
 
     def by_command() -> list[str]:
         barrier.wait()
-        return schema.migrate(blank_database.url)
+        return migrating.migrate(blank_database.url)
 
     with ThreadPoolExecutor(1) as pool:
         applied = pool.submit(by_command)

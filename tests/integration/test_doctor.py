@@ -18,7 +18,7 @@ import pytest
 from celery.schedules import crontab
 from psycopg import sql
 
-from celery_pglock import LockedTask, beat, errors, examination, findings, keys, schema
+from celery_pglock import LockedTask, beat, errors, examination, findings, keys, migrating, schema
 from celery_pglock.demo.servers import PostgresServer, children
 from tests.support.commands import on_terminal, schema_of, told
 from tests.support.databases import Database
@@ -134,7 +134,7 @@ def test_beside_a_leader_all_is_well(make_stage: MakeStage) -> None:
 
 
 def test_it_writes_nothing_and_asks_for_no_lock(own_postgres: PostgresServer) -> None:
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     app = more(application(own_postgres.url()), "unknown", task="tests.doctor.takn")
     with psycopg.connect(own_postgres.url(), autocommit=True) as connection:
         # What could use up a transaction's number beside it.
@@ -231,7 +231,7 @@ def test_a_server_that_is_too_old(read_database: Database) -> None:
 
 @pytest.mark.slow
 def test_a_server_in_recovery(own_postgres: PostgresServer) -> None:
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     with own_postgres.standby() as standby:
         app = application(standby.url())
         assert (
@@ -327,7 +327,7 @@ def test_tables_that_are_missing(blank_database: Database) -> None:
     assert finding["remedy"] == "run: celery -A <your app> pglock migrate"
     missing = not_made(examined(app, 1))
     assert missing["unique"] == missing["stock_beat"] == "schema_missing was found"
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     healthy(application(blank_database.url))
 
 

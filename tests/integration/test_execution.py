@@ -32,10 +32,10 @@ from celery_pglock import (
     execution,
     ledger,
     locks,
+    migrating,
     monitor,
     outcomes,
     runs,
-    schema,
     session_runs,
     sessions,
     settling,
@@ -749,7 +749,7 @@ def test_whatever_moment_is_struck_no_lock_is_left(subject: Subject) -> None:
 
 @pytest.fixture
 def own_subject(mode: Mode, own_postgres: PostgresServer, lock_sessions: Sessions) -> Subject:
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     return Subject(mode, Database("postgres", own_postgres.url()), lock_sessions)
 
 

@@ -40,8 +40,8 @@ from celery_pglock import (
     leadership,
     ledger,
     locks,
+    migrating,
     runs,
-    schema,
     sessions,
     transactions,
 )
@@ -534,7 +534,7 @@ class LoggedServer(PostgresServer):
 @pytest.fixture(scope="module")
 def logged_postgres() -> Iterator[LoggedServer]:
     with LoggedServer({**CRASH_SAFE, "autovacuum": "off", "log_statement": "all"}) as server:
-        schema.migrate(server.url())
+        migrating.migrate(server.url())
         yield server
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import elections, errors, keys, leadership, schema, table_names
+from celery_pglock import elections, errors, keys, leadership, migrating, table_names
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Gate, advisory_locks, in_thread, replaced, terminate
 from tests.support.databases import Database
@@ -139,7 +139,7 @@ def test_what_was_missed_in_a_downtime_stays_so_for_every_leader_that_follows(
 
 
 def test_two_namespaces_and_two_schemas_do_not_meet(database: Database, candidate: Stand) -> None:
-    schema.migrate(database.url, "other")
+    migrating.migrate(database.url, "other")
     assert elected(candidate()).term == 1
     assert elected(candidate(namespace="billing")).term == 1
     assert len(database.rows("select 1 from pglock.beat_terms")) == 2
@@ -436,7 +436,7 @@ def test_a_leader_that_is_stopped_in_a_long_statement_is_soon_gone(
 def test_a_server_that_is_down_is_tried_at_least_once_a_second(
     own_postgres: PostgresServer, candidate: Stand
 ) -> None:
-    schema.migrate(own_postgres.url(), "pglock")
+    migrating.migrate(own_postgres.url(), "pglock")
     beat = candidate(target=own_postgres.url(), poll=0.5)
     elected(beat)
     own_postgres.stop("immediate")
@@ -472,7 +472,7 @@ def test_a_server_in_recovery_is_refused_until_it_is_promoted(
     own_postgres: PostgresServer, candidate: Stand
 ) -> None:
     """A standby server grants advisory locks, and would elect a second leader."""
-    schema.migrate(own_postgres.url(), "pglock")
+    migrating.migrate(own_postgres.url(), "pglock")
     with own_postgres.standby() as copy:
         beat = candidate(target=copy.url())
         with pytest.raises(errors.ServerInRecovery):

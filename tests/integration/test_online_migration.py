@@ -22,7 +22,17 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
-from celery_pglock import attempts, claims, errors, keys, ledger, retention, schema, sessions
+from celery_pglock import (
+    attempts,
+    claims,
+    errors,
+    keys,
+    ledger,
+    migrating,
+    retention,
+    schema,
+    sessions,
+)
 from tests.integration import online
 from tests.integration.workbench import Sessions, advisory_locks, in_thread, terminate
 from tests.support.databases import Database
@@ -245,11 +255,11 @@ def test_no_claim_waits_for_a_migration_even_when_a_long_run_makes_it_wait(
 ) -> None:
     with claimers(history, processes), Waits(history) as waits:
         with held_run(history.url):
-            migrating = migrator(processes, history)
+            process = migrator(processes, history)
             # At least three seconds: each time it waits 50 ms, and pauses for as long.
             eventually(lambda: len(waits.of_migration()) >= 30, 40, what="thirty refusals")
             wait_for_claims(history)
-        assert result(migrating) == NEW
+        assert result(process) == NEW
     print(
         f"\n{ROWS:,} rows: the migration waited for a table {len(waits.of_migration())} times, at"
         f" most {max(waits.of_migration()) * 1e3:.0f} ms; claims {len(waits.of_claims())} times,"
@@ -267,14 +277,14 @@ def test_control_a_migration_that_waits_for_its_lock_makes_all_claims_wait(
 ) -> None:
     with claimers(database, processes), Waits(database) as waits:
         with held_run(database.url):
-            migrating = migrator(processes, database, lock_timeout="0")
+            process = migrator(processes, database, lock_timeout="0")
             eventually(lambda: waits.longest_claim() > 1.5, 30, what="a claim that waits")
             queries = (
                 "select distinct pid from pg_locks where locktype = 'relation' and not granted"
                 " and database = (select oid from pg_database where datname = current_database())"
             )
             assert len(database.rows(queries)) == 5  # the migration, and every claimer
-        assert result(migrating) == NEW
+        assert result(process) == NEW
     print(f"\nclaims waited for a table for up to {waits.longest_claim() * 1e3:.0f} ms")
     assert waits.claims_have_waited()
 
@@ -286,11 +296,11 @@ def test_no_claim_waits_while_an_index_is_built_or_waits_for_others(
 ) -> None:
     with claimers(history, processes), Waits(history) as waits:
         with held_run(history.url, writes=True):
-            migrating = migrator(processes, history, steps=[online.INDEX.name])
+            process = migrator(processes, history, steps=[online.INDEX.name])
             eventually(lambda: history.rows(BUILDER), 30, what="the index waits")
             wait_for_claims(history)
             assert history.rows(INDEX) == [(False,)]
-        assert result(migrating) == [online.INDEX.name]
+        assert result(process) == [online.INDEX.name]
         assert history.rows(INDEX) == [(True,)]
         history.rows("drop index pglock.job_runs_task_idx")
         history.rows("delete from pglock.schema_version where number = %s", online.INDEX.number)
@@ -308,10 +318,10 @@ def test_no_claim_waits_while_an_index_is_built_or_waits_for_others(
 def test_tables_in_use_without_a_pause_are_told(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "_PATIENCE", 0.5)
+    monkeypatch.setattr(migrating, "_PATIENCE", 0.5)
     with held_run(database.url):
         with pytest.raises(errors.SchemaError) as caught:
-            schema.migrate(database.url)
+            migrating.migrate(database.url)
         told = str(caught.value)
         assert (
             "could not be migrated by step 9001_urgency, because its tables are in use without a"
@@ -326,7 +336,7 @@ def test_tables_in_use_without_a_pause_are_told(
             lambda: not [lock for lock in advisory_locks(database) if lock[0] == migration_key()],
             what="the migration's lock is free",
         )
-    assert schema.migrate(database.url) == NEW
+    assert migrating.migrate(database.url) == NEW
     assert_migrated(database)
 
 
@@ -344,10 +354,10 @@ def test_who_keeps_others_from_migrating_holds_no_snapshot(
 ) -> None:
     """Else a step that builds an index would wait for it, and it for that step."""
     with held_run(database.url, writes=True):
-        migrating = migrator(processes, database, steps=[online.INDEX.name])
+        process = migrator(processes, database, steps=[online.INDEX.name])
         eventually(lambda: database.rows(BUILDER), 30, what="the index waits")
         assert database.rows(SNAPSHOTS, "pglock migrate") == [(None, None)]
-    assert result(migrating) == [online.INDEX.name]
+    assert result(process) == [online.INDEX.name]
 
 
 def test_control_the_query_for_the_lock_alone_would_keep_its_snapshot(database: Database) -> None:
@@ -365,16 +375,16 @@ def test_an_index_that_was_left_half_built_is_built_again(
 ) -> None:
     """The migrator is killed and its server process ended, in the middle of the building."""
     with held_run(database.url, writes=True):
-        migrating = migrator(processes, database, steps=[online.INDEX.name])
+        process = migrator(processes, database, steps=[online.INDEX.name])
         ((builder,),) = eventually(lambda: database.rows(BUILDER), 30, what="the index waits")
-        migrating.kill()
+        process.kill()
         terminate(database, builder)
     assert database.rows(INDEX) == [(False,)]
     with pytest.raises(errors.SchemaError, match="is older than this release needs"):
         schema.verify(database.url)
-    assert schema.migrate(database.url) == NEW
+    assert migrating.migrate(database.url) == NEW
     assert_migrated(database)
-    assert schema.migrate(database.url) == []
+    assert migrating.migrate(database.url) == []
 
 
 @pytest.mark.slow
@@ -402,7 +412,7 @@ def test_a_killed_migrator_whose_server_process_builds_on_is_waited_for(
         assert database.rows("select 1 from pg_stat_activity where pid = %s", builder)
     assert result(second) == steps
     assert database.rows(INDEX) == [(True,)]
-    assert schema.migrate(database.url) == [online.COLUMN.name]
+    assert migrating.migrate(database.url) == [online.COLUMN.name]
     assert_migrated(database)
 
 
@@ -414,7 +424,7 @@ def test_eight_at_once_apply_each_step_once(history: Database) -> None:
 
     def migrate() -> list[str]:
         barrier.wait()
-        return schema.migrate(history.url)
+        return migrating.migrate(history.url)
 
     with ThreadPoolExecutor(8) as pool:
         applied = [future.result() for future in [pool.submit(migrate) for _ in range(8)]]
@@ -443,9 +453,9 @@ def test_a_role_without_rights_to_create_anything_runs_everything_afterwards(
     database: Database, role: str, lock_sessions: Sessions
 ) -> None:
     with pytest.raises(errors.SchemaError, match=r"cannot be migrated by role .*must be owner"):
-        schema.migrate(role)
-    assert schema.migrate(database.url) == NEW
-    assert schema.migrate(role) == []
+        migrating.migrate(role)
+    assert migrating.migrate(database.url) == NEW
+    assert migrating.migrate(role) == []
     schema.verify(role)
     session = lock_sessions.open(role)
     levels: list[sessions.Level] = ["session", "transaction"]
@@ -469,7 +479,7 @@ def test_behind_a_pooler_in_transaction_mode(
 
     def migrate() -> list[str]:
         barrier.wait()
-        return schema.migrate(url)
+        return migrating.migrate(url)
 
     with ThreadPoolExecutor(2) as pool:
         applied = [future.result() for future in [pool.submit(migrate) for _ in range(2)]]
@@ -493,8 +503,8 @@ def test_the_script_can_be_applied_statement_by_statement(
             if statement.strip():
                 connection.execute(statement.encode())
     assert_migrated(blank_database)
-    assert schema.migrate(blank_database.url) == []
-    schema.migrate(database.url)
+    assert migrating.migrate(blank_database.url) == []
+    migrating.migrate(database.url)
     assert columns(blank_database) == columns(database)
 
 

@@ -24,7 +24,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_pglock import keys, page, schema, snapshots
+from celery_pglock import keys, migrating, page, schema, snapshots
 from celery_pglock.demo.servers import PostgresServer
 from celery_pglock.page import grid
 from tests.support.commands import pglock
@@ -511,7 +511,7 @@ def test_through_a_transaction_pooler_it_leaves_nothing_behind(
 @pytest.mark.slow
 def test_of_a_standby_server_it_shows_the_rows_and_says_that_locks_are_elsewhere() -> None:
     with PostgresServer(POSTGRES_SETTINGS) as primary:
-        schema.migrate(primary.url())
+        migrating.migrate(primary.url())
         History(primary.url(), NAMESPACE).row("often", "running", 60)
         with primary.standby() as standby:
             app = application(standby.url())

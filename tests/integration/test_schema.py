@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from psycopg import sql
 
-from celery_pglock import errors, keys, ledger, schema, sessions, tables
+from celery_pglock import errors, keys, ledger, migrating, schema, sessions, tables
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Sessions, advisory_locks, work
 from tests.support.databases import Database
@@ -72,9 +72,9 @@ def role(blank_database: Database) -> Iterator[str]:
 
 
 def test_migrating_twice_is_migrating_once(blank_database: Database) -> None:
-    assert schema.migrate(blank_database.url) == NAMES
+    assert migrating.migrate(blank_database.url) == NAMES
     before = catalog(blank_database, "pglock")
-    assert schema.migrate(blank_database.url) == []
+    assert migrating.migrate(blank_database.url) == []
     assert catalog(blank_database, "pglock") == before
     recorded = blank_database.rows("select name from pglock.schema_version order by number")
     assert [name for (name,) in recorded] == NAMES
@@ -91,7 +91,7 @@ def test_eight_at_once_make_the_tables_once(blank_database: Database) -> None:
 
         def start(barrier: threading.Barrier = barrier, name: str = name) -> list[str]:
             barrier.wait()
-            return schema.migrate(blank_database.url, name)
+            return migrating.migrate(blank_database.url, name)
 
         with ThreadPoolExecutor(8) as pool:
             applied = [future.result() for future in [pool.submit(start) for _ in range(8)]]
@@ -123,13 +123,13 @@ def test_control_eight_at_once_are_not_safe_by_if_not_exists(blank_database: Dat
 def test_a_migration_that_hangs_is_told(
     blank_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "_PATIENCE", 0.2)
+    monkeypatch.setattr(migrating, "_PATIENCE", 0.2)
     holder = blank_database.connect()
     with holder.transaction():
         key = keys.from_name("pglock", "migrate", "pglock")
         holder.execute("select pg_advisory_xact_lock(%s)", [key])
         with pytest.raises(errors.SchemaError, match="being migrated by somebody else"):
-            schema.migrate(blank_database.url)
+            migrating.migrate(blank_database.url)
 
 
 def test_a_step_that_fails_leaves_nothing(
@@ -139,21 +139,21 @@ def test_a_step_that_fails_leaves_nothing(
     broken = schema.Migration(9999, "9999_broken", "create table {schema}.half (); select 1 / 0;")
     monkeypatch.setattr(schema, "migrations", lambda: (*steps, broken))
     with pytest.raises(psycopg.errors.DivisionByZero):
-        schema.migrate(blank_database.url)
+        migrating.migrate(blank_database.url)
     assert not blank_database.rows("select 1 from pg_class where relname = 'half'")
     # What came before it is there, and is not applied a second time.
     applied = blank_database.rows("select number from pglock.schema_version order by number")
     assert applied == [(step.number,) for step in steps]
     monkeypatch.undo()
-    assert schema.migrate(blank_database.url) == []
+    assert migrating.migrate(blank_database.url) == []
 
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_any_schema_name_will_do(
     blank_database: Database, lock_sessions: Sessions, name: str
 ) -> None:
-    assert schema.migrate(blank_database.url, name) == NAMES
-    assert schema.migrate(blank_database.url, name) == []
+    assert migrating.migrate(blank_database.url, name) == NAMES
+    assert migrating.migrate(blank_database.url, name) == []
     schema.verify(blank_database.url, name)
     records = ledger.Ledger(name)
     for level in ("session", "transaction"):
@@ -182,7 +182,7 @@ def schema_claim(records: ledger.Ledger, session: sessions.Session, wanted: Any)
 
 def test_a_role_without_rights_is_told_what_to_do(role: str) -> None:
     with pytest.raises(errors.SchemaError, match="permission denied") as caught:
-        schema.migrate(role)
+        migrating.migrate(role)
     assert "pglock migrate --sql" in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -190,14 +190,14 @@ def test_a_role_without_rights_is_told_what_to_do(role: str) -> None:
 def test_a_role_without_rights_finds_the_tables_that_others_have_made(
     blank_database: Database, lock_sessions: Sessions, role: str
 ) -> None:
-    schema.migrate(blank_database.url)
+    migrating.migrate(blank_database.url)
     name = sql.Identifier(urlsplit(role).username or "").as_string()
     session = lock_sessions.open(role)
     told = pytest.raises(errors.SchemaError, match="may not be used by this role")
     with told, schema.translated("x", "pglock"):
         ledger.Ledger().read(session, work())
     blank_database.rows(schema.grants("pglock", name))
-    assert schema.migrate(role) == []
+    assert migrating.migrate(role) == []
     schema.verify(role)
     session = lock_sessions.open(role)
     records = ledger.Ledger()
@@ -210,13 +210,13 @@ def test_tables_in_a_schema_that_the_role_owns_need_no_right_on_the_database(
 ) -> None:
     name = sql.Identifier(urlsplit(role).username or "").as_string()
     blank_database.rows(f"create schema pglock authorization {name}")
-    assert schema.migrate(role) == NAMES
+    assert migrating.migrate(role) == NAMES
 
 
 def test_a_standby_is_refused(own_postgres: PostgresServer) -> None:
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     with own_postgres.standby() as standby:
-        for act in (schema.migrate, schema.verify):
+        for act in (migrating.migrate, schema.verify):
             with pytest.raises(errors.ServerInRecovery):
                 act(standby.url())
 
@@ -247,7 +247,7 @@ def test_an_older_schema_is_told_with_what_is_missing(database: Database) -> Non
 def test_a_newer_schema_is_fine(database: Database) -> None:
     database.rows("insert into pglock.schema_version values (9999, '9999_of_the_next_release')")
     schema.verify(database.url)
-    assert schema.migrate(database.url) == []
+    assert migrating.migrate(database.url) == []
 
 
 def test_a_missing_unique_constraint_is_told_with_what_restores_it(database: Database) -> None:
@@ -332,7 +332,7 @@ def test_the_script_makes_what_migrate_makes(
 ) -> None:
     with psycopg.connect(blank_database.url, autocommit=True) as connection:
         connection.execute(schema.script(name).encode())
-    schema.migrate(database.url, name)
+    migrating.migrate(database.url, name)
     assert catalog(blank_database, name) == catalog(database, name)
     schema.verify(blank_database.url, name)
-    assert schema.migrate(blank_database.url, name) == []
+    assert migrating.migrate(blank_database.url, name) == []

@@ -39,9 +39,9 @@ from celery_pglock import (
     holds,
     idle_sessions,
     ledger,
+    migrating,
     outcomes,
     runs,
-    schema,
     sessions,
 )
 from celery_pglock.demo.servers import PostgresServer, children
@@ -369,7 +369,7 @@ def test_a_transaction_that_idles_for_too_long(database: Database, make_holder: 
 def server() -> Iterator[PostgresServer]:
     """A server that the tests of this file end, one after the other."""
     with PostgresServer(CRASH_SAFE) as server:
-        schema.migrate(server.url())
+        migrating.migrate(server.url())
         yield server
 
 
@@ -834,7 +834,7 @@ def of_both(first: PostgresServer, second: PostgresServer, more: str = "") -> st
 @pytest.fixture
 def pair(own_postgres: PostgresServer) -> Iterator[tuple[PostgresServer, PostgresServer]]:
     """A primary with the tables, and its standby."""
-    schema.migrate(own_postgres.url())
+    migrating.migrate(own_postgres.url())
     with own_postgres.standby() as standby:
         yield own_postgres, standby
 

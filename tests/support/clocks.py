@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer, binaries
 from tests.support.requirements import require
 from tests.support.servers import CRASH_SAFE
@@ -111,5 +111,5 @@ def clocked_server(make_clock: MakeClock) -> Iterator[ClockedServer]:
     server = PostgresServer(CRASH_SAFE)
     server.env = dict(clock.env)
     with server:
-        schema.migrate(server.url(), "pglock")
+        migrating.migrate(server.url(), "pglock")
         yield ClockedServer(server, clock)

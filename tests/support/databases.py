@@ -100,10 +100,10 @@ def read_blank_database(postgres_server: TestedPostgres) -> Iterator[Database]:
 @pytest.fixture(scope="session")
 def template_database(postgres_server: TestedPostgres) -> Iterator[str]:
     """The name of the database that `database` copies; nobody else may be connected to it."""
-    from celery_pglock import schema
+    from celery_pglock import migrating
 
     with _database(postgres_server, template="template1") as template:
-        schema.migrate(template.url, schema=SCHEMA)
+        migrating.migrate(template.url, schema=SCHEMA)
         yield template.name
 
 

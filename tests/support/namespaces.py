@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 
-from celery_pglock import schema
+from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer
 from tests.support.requirements import require
 from tests.support.servers import CRASH_SAFE
@@ -155,7 +155,7 @@ def far_postgres(*namespaces: Namespace) -> Iterator[PostgresServer]:
             rules.write("host all all 198.18.0.0/15 trust\n")
         with psycopg.connect(server.url(), autocommit=True) as connection:
             connection.execute("select pg_reload_conf()")
-        schema.migrate(server.url())
+        migrating.migrate(server.url())
         yield server
 
 

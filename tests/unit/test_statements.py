@@ -91,7 +91,7 @@ def test_nothing_that_takes_an_advisory_lock_sets_a_lock_timeout_other_than_none
     settings = [
         line.strip()
         for path in SOURCES
-        if path.name != "schema.py"  # there it is for tables that are altered
+        if path.name != "migrating.py"  # there it is for tables that are altered
         for line in path.read_text().splitlines()
         if re.search(r"[\"']lock_timeout[\"']|set lock_timeout", line, re.IGNORECASE)
     ]

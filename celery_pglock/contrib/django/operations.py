@@ -8,7 +8,7 @@ from django.db import router
 from django.db.migrations.operations.base import Operation
 from typing_extensions import override
 
-from celery_pglock import schema
+from celery_pglock import migrating, schema
 from celery_pglock.contrib.django import aliases, project
 
 
@@ -50,7 +50,7 @@ class ApplySteps(Operation):
             # As it is: what Django executes it would read for placeholders.
             schema_editor.collected_sql.extend(schema.script(project.schema()).splitlines())
             return
-        schema.migrate(lambda: aliases.target(alias), project.schema())
+        migrating.migrate(lambda: aliases.target(alias), project.schema())
 
     @override
     def describe(self) -> str:
