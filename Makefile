@@ -19,7 +19,7 @@ SEED ?=
 RECORD ?=
 # Most tests wait for other processes, so there are more workers than cores. A file stays in one of
 # them: its tests share what they start. Those that take longest come first, not those that have most.
-WORKERS ?= 3
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(9, 2 * (os.cpu_count() or 1) + 1))')
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -466,7 +466,7 @@ GATES = 8_000
 MIGRATES = """
 import json, sys
 import psycopg
-from celery_pglock import schema
+from celery_pglock import migrating
 url, rounds, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with psycopg.connect(url, autocommit=True) as gatekeeper:
     for number in range(rounds):
@@ -499,7 +499,12 @@ def test_eight_processes_that_migrate_at_once_all_come_up(
         return blank_database.rows(query, GATES + number) == [(count,)]
 
     for number in range(rounds):
-        eventually(functools.partial(waiting, number), 60, "all eight are at the gate")
+        eventually(
+            functools.partial(waiting, number),
+            60,
+            "all eight are at the gate",
+            told=lambda: [process.output() for process in started],
+        )
         gate.execute("select pg_advisory_unlock(%s)", [GATES + number])
     codes = [process.wait(60) for process in started]
     assert codes == [0] * count, [process.output() for process in started]
