@@ -8,7 +8,6 @@ next step of a chain go on as if the work were done. So a skip is ``REVOKED``, w
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import logging
 from typing import Any, Final, TypedDict
@@ -38,11 +37,18 @@ class SkippedResult(TypedDict):
 
 
 class Skipped(Ignore):
-    """Ends a delivery that was skipped; its result, where one is kept, has been written."""
+    """Ends a delivery that was skipped; its result, where one is kept, has been written.
 
+    Attributes:
+        reason: why.
+        earlier_stands: an earlier delivery of the same message has told its result.
+    """
+
+    # A pool's process sends it to its parent: unpickling gives ``args``, and then the attributes.
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.earlier_stands = False
 
     @override
     def __str__(self) -> str:
@@ -73,7 +79,7 @@ def skip(
     if not delivery.eager:
         # A broken result backend must not turn the skip into a failure of the task.
         try:
-            _revoke(task, str(skipped))
+            skipped.earlier_stands = not _revoke(task, str(skipped))
         except Exception:  # noqa: BLE001 - whatever a third-party backend raises
             _log.exception(
                 "the skip of task %s[%s] could not be written to the result backend",
@@ -118,17 +124,16 @@ class Replaced(Ignore):
         self.status = status
 
 
-def _revoke(task: celery.Task[..., Any], reason: str) -> None:
+def _revoke(task: celery.Task[..., Any], reason: str) -> bool:
+    """Write that a call was skipped; return False where there is a result that stands."""
     request = task.request
     backend = task.backend
     if isinstance(backend, DisabledBackend):
-        _tell(task)
-        return
+        return True
     task_id = request.id or ""
     stored = not _ignored(task)
     if stored and backend.get_state(task_id) in celery.states.READY_STATES:
-        # An earlier delivery of the same message has told its result already.
-        return
+        return False
     # mark_as_revoked() would leave the later steps of a chain pending; this one ends them
     # too, and the chord that the task is a part of.
     error = TaskRevokedError(reason)
@@ -144,7 +149,7 @@ def _revoke(task: celery.Task[..., Any], reason: str) -> None:
         # With the result of this step Celery leaves out those of the later ones too, and who
         # waits for them would wait for ever.
         _revoke_later_steps(backend, request.chain, error)
-    _tell(task)
+    return True
 
 
 def _ignored(task: celery.Task[..., Any]) -> bool:
@@ -170,12 +175,6 @@ def _revoke_later_steps(backend: Any, chain: Any, error: TaskRevokedError) -> No
         if step.get("subtask_type") == "chord":
             # What waits for a chord waits for its body.
             steps.extend(filter(None, [(step.get("kwargs") or {}).get("body")]))
-
-
-def _tell(task: celery.Task[..., Any]) -> None:
-    # For monitors; a broker that does not answer must not hold the worker up.
-    with contextlib.suppress(Exception):
-        task.send_event("task-revoked", retry=False, terminated=False, signum=None, expired=False)
 
 
 def _countdown(retry: Retry) -> float | None:

@@ -67,6 +67,9 @@ class LockedTask(_Task):
     - ``catchup``: how many missed occurrences a beat makes up (default 1).
     """
 
+    # What a worker makes of a message; by its name, because only a worker has need of it.
+    Request = "celery_pglock.worker_requests:Request"
+
     _pglock_options: ClassVar[options.Options | None] = None
     _pglock_policy: policies.Policy | None = None
 

@@ -34,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leave Redis's sockets to the garbage collector where kombu does; a later one closes them."""
     if Version(version("kombu")) < Version("5.7"):
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
+        # In a thread, while pytest puts the filters of a test in their places one by one.
+        config.addinivalue_line(
+            "filterwarnings",
+            "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning",
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -130,9 +130,13 @@ class Bench:
         concurrency: int = 2,
         pool: str = "prefork",
         app: str = "tests.apps.tasks",
+        heartbeat: bool = False,
         **settings: Any,
     ) -> Process:
-        """Start a worker; `expect` waits until it is ready."""
+        """Start a worker; `expect` waits until it is ready.
+
+        Without `-E` and heartbeats it has no events, and monitors cannot have it send any.
+        """
         # Two workers of one name cannot share a RabbitMQ.
         name = f"worker{next(self._names)}-{self.queue[-6:]}"
         worker = self.processes.celery(
@@ -143,7 +147,7 @@ class Bench:
             f"--hostname={name}@%h",
             "--without-gossip",
             "--without-mingle",
-            "--without-heartbeat",
+            *(() if heartbeat else ("--without-heartbeat",)),
             "--loglevel=INFO",
             *arguments,
             env=self.environment(**settings),

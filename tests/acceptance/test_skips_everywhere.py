@@ -445,7 +445,7 @@ def test_monitors_show_a_skipped_task_as_revoked(bench: Bench, taken: str) -> No
         assert kinds["task-revoked"] == 1
         assert not kinds.keys() & {"task-succeeded", "task-failed", "task-rejected"}
         expect_told_once(bench, task_id)
-    # They come from two processes, so in any order; whatever it is, the last word is the same.
+    # Whatever order they come in, the last word is the same.
     for order in itertools.permutations(seen[alone_id]):
         shown: Any = celery.events.state.State()
         for event in order:
@@ -459,6 +459,41 @@ def test_monitors_show_a_skip_that_is_a_success_as_one(bench: Bench, key: str) -
         eventually(lambda: monitor.shows(result.id) == "SUCCESS", PATIENCE)
         assert not [event for event in monitor.of(result.id) if event["type"] == "task-revoked"]
     expect_told_once(bench, result.id)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+def test_a_skip_is_told_while_a_monitor_wants_events(
+    make_bench: MakeBench, key: str, pool: str
+) -> None:
+    bench = make_bench("redis", backend="redis")
+    bench.worker(app=APP, pool=pool, concurrency=1, heartbeat=True)
+    control = bench.app.control
+
+    def is_known(task_id: str) -> bool:
+        """Whether the worker has still something to do with a message."""
+        active = control.inspect().active()
+        assert active
+        return any(request["id"] == task_id for each in active.values() for request in each)
+
+    # A run would keep a worker with one process from anything else, so the lock is a stranger's.
+    run = bench.send("job", key)
+    run.get(timeout=PATIENCE)
+    query = "select name_key from pglock.job_runs where task_id = %s"
+    ((name_key,),) = bench.database.rows(query, run.id)
+    control.enable_events(reply=True)
+    with bench.database.connect() as stranger, Monitor(bench) as monitor:
+        stranger.execute("select pg_advisory_lock(%s)", [name_key])
+        control.disable_events(reply=True)
+        before, before_id = named(bench.step("job", key))
+        before.apply_async()
+        expect_told_once(bench, before_id)
+        eventually(lambda: not is_known(before_id), PATIENCE, "it has ended")
+        control.enable_events(reply=True)
+        after, after_id = named(bench.step("job", key))
+        after.apply_async()
+        eventually(lambda: monitor.shows(after_id) == "REVOKED", PATIENCE, "it is told")
+        # What came later has come, so this never will.
+        assert not [event for event in monitor.of(before_id) if event["type"] == "task-revoked"]
 
 
 # --- In the caller's own process ------------------------------------------------------------

@@ -283,7 +283,8 @@ def test_the_settings() -> None:
 
 def test_what_a_task_offers_beside_celerys_own() -> None:
     own = {name for name in vars(task.LockedTask) if not name.startswith("_")}
-    assert own == {"on_bound", "apply", "on_replace", "job_run"}
+    # Request is where a task class of Celery says what a worker makes of its messages.
+    assert own == {"on_bound", "apply", "on_replace", "job_run", "Request"}
 
 
 def test_the_result_of_a_skip_that_counts_as_success() -> None:
