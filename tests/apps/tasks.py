@@ -27,7 +27,8 @@ LATE: dict[str, Any] = {"acks_late": True, "reject_on_worker_lost": True}
 @app.task(bind=True, name="plain")
 def plain(self: Any, *args: object) -> str:
     """Run without a lock: a next step, a chord's body, a callback."""
-    recording.note_run("plain", self.request.id, args=args)
+    redelivered = bool((self.request.delivery_info or {}).get("redelivered"))
+    recording.note_run("plain", self.request.id, args=args, redelivered=redelivered)
     return "plain"
 
 
