@@ -53,6 +53,7 @@ from tests.integration.workbench import (
     advisory_locks,
     age,
     in_thread,
+    may_leave_an_idle_connection,
     replaced,
     row,
     terminate,
@@ -619,13 +620,6 @@ def strike_and_look(subject: Subject, strike: Callable[[], Any]) -> bool:
     # later test.
     gc.collect()
     return struck
-
-
-# A strike in the middle of connecting, or in psycopg's pipeline: what was half done is dropped.
-may_leave_an_idle_connection = pytest.mark.filterwarnings(
-    "ignore:.*was deleted while still open:ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-)
 
 
 @pytest.mark.slow
