@@ -13,7 +13,7 @@ from celery.utils.dispatch import Signal
 if TYPE_CHECKING:
     import datetime as dt
 
-    from celery_pglock import errors, leadership, rescue, schedule_store
+    from celery_pglock import elections, errors, leadership, rescue, schedule_store
 
 _log: Final = logging.getLogger("celery_pglock.beat")
 
@@ -33,7 +33,7 @@ occurrence_sent = Signal(name="occurrence_sent", providing_args=["entry", "task"
 occurrence_missed = Signal(name="occurrence_missed", providing_args=["entry", "task", "dues"])
 
 
-def gained(leadership: leadership.Leadership, elected: leadership.Elected) -> None:
+def gained(leadership: leadership.Leadership, elected: elections.Elected) -> None:
     """Tell that this beat leads now, and who did before."""
     before = elected.before
     if before is None:

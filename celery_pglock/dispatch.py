@@ -1,5 +1,8 @@
 """Claim, publish, confirm: what a leader does with its agenda.
 
+None of these waits for the one before where it need not: while messages are published, the server
+records that those before them were handed over, and claims what comes after them.
+
 What the broker does not take stays claimed, and is published again with the same id: by this
 leader later, or by the next one first of all.
 """
@@ -7,18 +10,17 @@ leader later, or by the next one first of all.
 from __future__ import annotations
 
 import collections
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store
+from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store, stop_signals
 
 _CHUNK: Final = 500
 _CONFIRM_EVERY: Final = 250
 _CONFIRM_WITHIN: Final = 0.5
+# For so many seconds more is claimed before a tick ends, in which others may tell the leader something.
+_CLAIM_AHEAD: Final = 0.5
 _BACK_OFF: Final = 0.5
 _LONGEST_BACK_OFF: Final = 5.0
 _LONGEST_HELD_BACK: Final = 60.0
@@ -26,32 +28,7 @@ _BROKER: Final = ""  # the broker's own back-off; no entry has an empty name
 
 
 _Failed = tuple[schedule_store.Occurrence, BaseException]
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Have the signals that stop a beat wait for the end of the block, which must not be long.
-
-    Celery's handler ends the process where it stands: between the broker's answer and its
-    record, what was sent would be sent once more by the next leader. Masking the signal would
-    not do: another thread may be given it, and Python handles it in this one all the same.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for each, handler in handlers.items():
-        if handler is not None:
-            signal.signal(each, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for each, handler in handlers.items():
-            if handler is not None:
-                signal.signal(each, handler)
-        for number in came:
-            signal.raise_signal(number)
+_Recording = tuple[list[schedule_store.Occurrence], Callable[[], object]]
 
 
 class Dispatcher:
@@ -89,6 +66,8 @@ class Dispatcher:
         self.failures = 0
         self._held_back: dict[str, float] = {}
         self._back_off: dict[str, float] = {}
+        # What was handed over, and what waits until the server says that this is recorded.
+        self._recording: _Recording | None = None
 
     def begin(self) -> None:
         """Send what was claimed before and perhaps never sent.
@@ -99,7 +78,8 @@ class Dispatcher:
         self._broken_until = 0.0
         self.failures = 0
         self._held_back, self._back_off = {}, {}
-        self._send(self._ready())
+        self._recording = None
+        self._send(self._ready(), ahead=False)
 
     def work(self, at_most: float) -> float:
         """Send what is due; return for how many seconds nothing will be, ``at_most`` these.
@@ -112,13 +92,10 @@ class Dispatcher:
             # It was frozen, or a statement took too long: the server decides, not this clock.
             candidate.confirm()
         if time.monotonic() >= self._broken_until:
-            if unsent := self._ready():
-                self._send(unsent)
-            else:
-                due = self._agenda.pop(candidate.now(), _CHUNK)
-                self._pass_over()
-                if due:
-                    self._send(self._claim(due))
+            unsent = self._ready()
+            if not unsent and (claim := self._begin_claim()) is not None:
+                unsent = claim()
+            self._send(unsent, ahead=True)
         candidate.feed()
         return self._rest(at_most)
 
@@ -136,12 +113,23 @@ class Dispatcher:
         self._held_back.pop(name, None)
         self._back_off.pop(name, None)
 
-    def _claim(self, due: list[schedule_store.Occurrence]) -> list[schedule_store.Occurrence]:
-        candidate = self._candidate
-        entries = self._store.claim(due, candidate.term or 0)
+    def _begin_claim(self) -> Callable[[], list[schedule_store.Occurrence]] | None:
+        """Begin to claim what is due, if anything is; return what waits for that and returns it."""
+        due = self._agenda.pop(self._candidate.now(), _CHUNK)
+        self._pass_over()
+        if not due:
+            return None
+        claim = self._store.begin_claim(due, self._candidate.term or 0)
+        return lambda: self._claimed(due, claim())
+
+    def _claimed(
+        self, due: list[schedule_store.Occurrence], entries: set[str]
+    ) -> list[schedule_store.Occurrence]:
         claimed = [occurrence for occurrence in due if occurrence.entry in entries]
         self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in claimed})
         if len(claimed) < len(due):
+            # What was handed over is told first: the leadership may end here.
+            self._settle()
             self._put_back([occurrence for occurrence in due if occurrence.entry not in entries])
         for occurrence in claimed:
             if occurrence.missed:
@@ -186,20 +174,38 @@ class Dispatcher:
             if self._held_back.get(entry, 0.0) <= now
         ]
 
-    def _send(self, claimed: Iterable[schedule_store.Occurrence]) -> None:
+    def _send(self, claimed: Iterable[schedule_store.Occurrence], *, ahead: bool) -> None:
         """Publish claimed occurrences in their order and confirm them.
 
         What is not sent stays claimed and is published again later: by the next tick, when a
         slow broker has taken up this one's time.
 
+        Args:
+            claimed: these, and
+            ahead: whatever else is due, for a while.
+
         Raises:
             LeadershipLost: in the middle; the next leader publishes the rest.
         """
-        until = time.monotonic() + self._candidate.lease / 4
+        now = time.monotonic()
+        until = now + self._candidate.lease / 4
+        claim_until = min(until, now + _CLAIM_AHEAD) if ahead else now
         waiting = collections.deque(claimed)
-        while waiting and time.monotonic() < until:
-            if not self._send_batch(waiting, until):
-                break
+        going_on = True
+        try:
+            while going_on and waiting and (now := time.monotonic()) < until:
+                claim = None
+                if len(waiting) <= _CONFIRM_EVERY and now < claim_until:
+                    claim = self._begin_claim()
+                going_on = self._send_batch(waiting, until)
+                if claim is not None:
+                    waiting.extend(claim())
+            self._settle()
+        except BaseException:
+            # A signal that ends this process, for instance: what was handed over is told.
+            if self._candidate.leading:
+                self._settle()
+            raise
 
     def _send_batch(
         self, waiting: collections.deque[schedule_store.Occurrence], until: float
@@ -221,6 +227,8 @@ class Dispatcher:
         with batch:
             try:
                 failed = self._fill(sent, waiting, until)
+                # What the server still has to say may be that this beat does not lead any more.
+                self._settle()
                 # It is handed over now, and this process may have been frozen since it was asked.
                 candidate.ensure()
             except BaseException:
@@ -241,13 +249,13 @@ class Dispatcher:
         self, batch: publishing.Batch, sent: list[schedule_store.Occurrence]
     ) -> Exception | None:
         """Hand over a batch and confirm it; return what went wrong with it, or None."""
-        with _undisturbed():
+        with stop_signals.held_back():
             try:
                 batch.hand_over()
             except Exception as error:  # noqa: BLE001 - each transport raises its own
                 return error
             if sent:
-                self._confirm(sent)
+                self._record(sent)
         return None
 
     def _fill(
@@ -268,16 +276,27 @@ class Dispatcher:
             sent.append(occurrence)
         return None
 
-    def _confirm(self, sent: list[schedule_store.Occurrence]) -> None:
-        self._store.confirm(sent)
+    def _record(self, sent: list[schedule_store.Occurrence]) -> None:
+        """Have it recorded that these were handed over, for which ``_settle`` waits."""
+        self._settle()
+        self._recording = sent, self._store.begin_confirm(sent)
         self.failures = 0
-        for occurrence in sent:
-            self._agenda.sent(occurrence)
-            for name in (_BROKER, occurrence.entry):
-                self._back_off.pop(name, None)
-                self._held_back.pop(name, None)
-            self._sent(occurrence)
-            beat_events.sent(occurrence)
+        self._back_off.pop(_BROKER, None)
+
+    def _settle(self) -> None:
+        """Wait for what the server has still to say, and plan on what was handed over."""
+        self._candidate.settle()
+        if self._recording is None:
+            return
+        with stop_signals.held_back():
+            (sent, recorded), self._recording = self._recording, None
+            recorded()
+            for occurrence in sent:
+                self._agenda.sent(occurrence)
+                self._back_off.pop(occurrence.entry, None)
+                self._held_back.pop(occurrence.entry, None)
+                self._sent(occurrence)
+                beat_events.sent(occurrence)
 
     def _put_off(self, occurrence: schedule_store.Occurrence, failure: BaseException) -> bool:
         """Keep an occurrence for later; return whether the broker is at fault, for all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import dataclasses
+import datetime as dt
+from typing import Any, Final
 
 from celery_pglock import keys
 
@@ -64,6 +66,50 @@ select u.freed, pg_catalog.pg_notify(%(channel)s::text, '') from u
 
 # With the name of the entry behind it.
 EDITED: Final = "entry:"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predecessor:
+    """The leader before this one.
+
+    Attributes:
+        node: where it ran.
+        term: the number of its leadership.
+        last_tick_at: its last sign of life.
+        resigned_at: when it resigned, or None when it vanished.
+    """
+
+    node: str
+    term: int
+    last_tick_at: dt.datetime
+    resigned_at: dt.datetime | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Elected:
+    """An election that was won.
+
+    Attributes:
+        term: the number of this leadership.
+        at: when, by the server's clock.
+        before: the leader before, or None for the first one ever.
+        missed_until: what fell due up to then did so while nobody led; None: nothing did.
+    """
+
+    term: int
+    at: dt.datetime
+    before: Predecessor | None
+    missed_until: dt.datetime | None = None
+
+
+def won(row: Any) -> Elected:
+    """Return what the row of ``ELECT`` says of an election that was won."""
+    before = None
+    if row.previous_term is not None:
+        before = Predecessor(
+            row.previous_node, row.previous_term, row.previous_tick_at, row.previous_resigned_at
+        )
+    return Elected(row.term, row.elected_at, before, row.missed_until)
 
 
 def channel(namespace: str) -> str:

@@ -29,18 +29,19 @@ listens: a leader that resigns notifies the others, so that a clean stop does no
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime as dt
 import os
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from celery_pglock import (
+    answers,
     clocks,
     connections,
     elections,
@@ -54,40 +55,6 @@ from celery_pglock import (
 
 _SHORTEST_BACK_OFF: Final = 0.1
 _LONGEST_BACK_OFF: Final = 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Predecessor:
-    """The leader before this one.
-
-    Attributes:
-        node: where it ran.
-        term: the number of its leadership.
-        last_tick_at: its last sign of life.
-        resigned_at: when it resigned, or None when it vanished.
-    """
-
-    node: str
-    term: int
-    last_tick_at: dt.datetime
-    resigned_at: dt.datetime | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Elected:
-    """An election that was won.
-
-    Attributes:
-        term: the number of this leadership.
-        at: when, by the server's clock.
-        before: the leader before, or None for the first one ever.
-        missed_until: what fell due up to then did so while nobody led; None: nothing did.
-    """
-
-    term: int
-    at: dt.datetime
-    before: Predecessor | None
-    missed_until: dt.datetime | None = None
 
 
 class Leadership:
@@ -134,6 +101,7 @@ class Leadership:
             lease=lease,
         )
         self._session: sessions.Session | None = None
+        self._awaited: answers.Answer | None = None
         self._next_try = 0.0
         self._back_off = 0.0
         self._elected_at = float("-inf")
@@ -170,8 +138,9 @@ class Leadership:
         Raises:
             LeadershipLost: it does not lead any more.
         """
-        heard = self._session is not None and not self._session.alive
-        if heard or not self.held or self.feed_in <= 0:
+        if self._heard and self._awaited is not None:
+            self.settle()
+        if self._heard or not self.held or self.feed_in <= 0:
             self.confirm()
 
     @property
@@ -196,7 +165,7 @@ class Leadership:
         """Return the server's clock, carried on from the last statement that told it."""
         return self.clock.now()
 
-    def stand(self) -> Elected | None:
+    def stand(self) -> elections.Elected | None:
         """Wait until the next poll or a notification, try the lock once, return the result.
 
         Never takes longer than a poll and one statement.
@@ -243,15 +212,7 @@ class Leadership:
         self.term = row.term
         self._proved(started, row.now)
         self._elected_at = self._confirmed_at = started
-        before = None
-        if row.previous_term is not None:
-            before = Predecessor(
-                row.previous_node,
-                row.previous_term,
-                row.previous_tick_at,
-                row.previous_resigned_at,
-            )
-        return Elected(row.term, row.elected_at, before, row.missed_until)
+        return elections.won(row)
 
     def execute(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> list[Any]:
         """Run a leader's statement over the lock's own session, which also feeds the lease.
@@ -261,19 +222,71 @@ class Leadership:
         Raises:
             LeadershipLost: the session is gone, or this candidate does not lead.
         """
+        session = self._ready()
+        started = self._monotonic()
+        with self._losing():
+            rows = session.rows(query, parameters)
+        self._proved_by(rows, started)
+        return rows
+
+    def send(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> answers.Answer:
+        """Send a leader's statement, as ``execute``, and do not wait for its answer.
+
+        That is read when it is asked for, and before anything else is said over the session,
+        which takes one statement at a time.
+
+        Raises:
+            LeadershipLost: as ``execute`` does.
+        """
+        session = self._ready()
+        started = self._monotonic()
+        with self._losing():
+            sent = session.send(query, parameters)
+
+        def receive() -> list[Any]:
+            with self._losing():
+                rows = session.receive(sent)
+            self._proved_by(rows, started)
+            return rows
+
+        self._awaited = answers.Answer(receive)
+        return self._awaited
+
+    def settle(self) -> None:
+        """Wait for the answer to what ``send`` has sent, if that is still to come.
+
+        Raises:
+            LeadershipLost: as ``execute`` does.
+        """
+        if self._awaited is not None:
+            self._awaited.rows()
+            self._awaited = None
+
+    @property
+    def _heard(self) -> bool:
+        return self._session is not None and not self._session.alive
+
+    def _ready(self) -> sessions.Session:
+        self.settle()
         if self._session is None or self.term is None:
             raise errors.LeadershipLost(self.namespace, self.term or 0, "it was not held")
-        started = self._monotonic()
+        return self._session
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Lose the leadership with its session, to whatever a statement raises."""
         try:
-            rows = self._session.rows(query, parameters)
+            yield
         except psycopg.Error as error:
+            self._awaited = None
             raise self.lose(" ".join(str(error).split())) from None
         except Exception:
             self._drop()
             raise
+
+    def _proved_by(self, rows: list[Any], started: float) -> None:
         # The last row: the first may be much older than the answer.
         self._proved(started, getattr(rows[-1], "now", None) if rows else None)
-        return rows
 
     def confirm(self) -> None:
         """Feed the lease and show a sign of life in ``beat_terms``.
@@ -302,7 +315,7 @@ class Leadership:
         Raises:
             LeadershipLost: the session has ended, which shows on its socket too.
         """
-        if self._session is not None and not self._session.alive:
+        if self._heard:
             self.confirm()
 
     def has_standby(self) -> bool:
@@ -402,7 +415,7 @@ class Leadership:
             self.clock.read(now, started)
 
     def _drop(self) -> None:
-        self.term = None
+        self.term = self._awaited = None
         self._next_try = 0.0
         session, self._session = self._session, None
         if session is not None:

@@ -18,6 +18,7 @@ from celery_pglock import (
     bounds,
     clocks,
     dispatch,
+    elections,
     entry_sources,
     headers,
     leadership,
@@ -84,9 +85,7 @@ class Leading:
         self._missed_until: dt.datetime | None = None
         self._began = False
         self._sent_before: set[str] = set()
-        self.store = schedule_store.ScheduleStore(
-            config.namespace, config.schema, candidate.execute
-        )
+        self.store = schedule_store.ScheduleStore(config.namespace, config.schema, candidate)
         self._dispatcher = dispatch.Dispatcher(
             candidate, self._agenda, self.store, publisher, self._publish, sent=sent
         )
@@ -110,7 +109,7 @@ class Leading:
             lambda removed: beat_events.pruned(candidate, removed),
         )
 
-    def begin(self, elected: leadership.Elected) -> None:
+    def begin(self, elected: elections.Elected) -> None:
         """Plan all entries, and send what was claimed before and perhaps never sent.
 
         Raises:

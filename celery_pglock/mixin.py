@@ -29,6 +29,7 @@ from typing_extensions import override
 from celery_pglock import (
     beat_events,
     checkins,
+    elections,
     errors,
     gated,
     heartbeats,
@@ -73,7 +74,7 @@ class LeaderMixin(_Scheduler):
         self._leadership: leadership.Leadership | None = None
         self._failure: BaseException | None = None
         self._busy = self._closing = False
-        self._elected: leadership.Elected | None = None
+        self._elected: elections.Elected | None = None
         self._gate: gated.Gate | None = None
         self._checkins = checkins.Opened()
         # An embedded beat (worker -B) that outlives its worker would go on for ever.
@@ -308,7 +309,7 @@ class LeaderMixin(_Scheduler):
         self._source.tell()
         return rest
 
-    def _take_over(self, candidate: leadership.Leadership, elected: leadership.Elected) -> float:
+    def _take_over(self, candidate: leadership.Leadership, elected: elections.Elected) -> float:
         if not self._source.take_over(reads=self._gate is None):
             candidate.listen()
             candidate.feed()

@@ -26,7 +26,7 @@ from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
     from psycopg import abc
-    from psycopg.pq.abc import PGresult
+    from psycopg.pq.abc import PGconn, PGresult
 
 # As psycopg's cursors have it: a percent sign that is meant is written twice.
 _PLACEHOLDER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
@@ -90,16 +90,39 @@ class Prepared:
         Raises:
             psycopg.Error: as the cursor raises it.
         """
+        ours = self._send(query, parameters)
+        return self._read(ours, self._wait(generators.execute))
+
+    def send(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> Statement:
+        """Send a statement and do not wait; nothing else may be sent before ``receive``.
+
+        Raises:
+            psycopg.Error: as the cursor raises it.
+        """
+        ours = self._send(query, parameters)
+        self._connection.wait(generators.send(self._connection.pgconn))
+        return ours
+
+    def receive(self, sent: Statement) -> list[Any]:
+        """Wait for the answer to what ``send`` has sent, and return its rows.
+
+        Raises:
+            psycopg.Error: as the cursor raises it.
+        """
+        return self._read(sent, self._wait(generators.fetch_many))
+
+    def _send(self, query: bytes, parameters: Mapping[str, Any] | None) -> Statement:
         ours = statement(query)
         given, writers = parameters or {}, self._writers
         values = [writers[type(value := given[name])](value) for name in ours.parameters]
-        connection = self._connection
-        libpq = connection.pgconn
-        if connection.prepare_threshold is None:
+        libpq = self._connection.pgconn
+        if self._connection.prepare_threshold is None:
             libpq.send_query_params(ours.text, values)
         else:
             libpq.send_query_prepared(self._names.get(ours) or self._prepare(ours), values)
-        result = self._wait()
+        return ours
+
+    def _read(self, ours: Statement, result: PGresult) -> list[Any]:
         if result.ntuples == 0:
             return []
         adapter = self._adapter
@@ -114,16 +137,18 @@ class Prepared:
         # same, and the server knows no name twice.
         name = b"pglock_%d" % next(self._numbers)
         self._connection.pgconn.send_prepare(name, ours.text)
-        self._wait()
+        self._wait(generators.execute)
         self._names[ours] = name
         return name
 
-    def _wait(self) -> PGresult:
-        waiting = generators.execute(self._connection.pgconn)
-        results: list[PGresult] = self._connection.wait(waiting)
+    def _wait(self, generator: Callable[[PGconn], abc.PQGen[list[PGresult]]]) -> PGresult:
+        results: list[PGresult] = self._connection.wait(generator(self._connection.pgconn))
         for result in results:
             if result.status not in _FINE:
                 raise psycopg.errors.error_from_result(result, encoding=self._encoding)
+        if not results:
+            msg = "an answer was interrupted, and nobody knows what it was"
+            raise psycopg.OperationalError(msg)
         return results[-1]
 
 

@@ -17,9 +17,9 @@ import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from celery_pglock import periods, schedule_statements
+from celery_pglock import answers, periods, schedule_statements
 
 NOBODY_LED: Final = "no beat was leading when it was due"
 CLOCK_SET_FORWARD: Final = "the server's clock was set forward over it"
@@ -171,6 +171,18 @@ class Occurrence:
         object.__setattr__(self, "period", periods.occurrence(self.due_at))
 
 
+class Leader(Protocol):
+    """Whoever runs statements over the lock session of a leader."""
+
+    def execute(self, query: bytes, parameters: Mapping[str, Any]) -> list[Any]:
+        """Run one and return its rows."""
+        ...
+
+    def send(self, query: bytes, parameters: Mapping[str, Any]) -> answers.Answer:
+        """Send one and do not wait."""
+        ...
+
+
 def task_id(namespace: str, entry: str, due_at: dt.datetime) -> str:
     """Return the id of the message of an occurrence: a function of these three alone."""
     return str(uuid.uuid5(_TASK_IDS, f"{namespace}:{entry}\0{periods.occurrence(due_at)}"))
@@ -182,7 +194,7 @@ class ScheduleStore:
     Args:
         namespace: whose entries.
         schema_name: where the tables are.
-        execute: runs a statement over the leader's lock session.
+        leader: over whose lock session the statements go.
 
     Attributes:
         why_missed: the reason in the rows of occurrences that are missed from now on.
@@ -192,12 +204,12 @@ class ScheduleStore:
         self,
         namespace: str,
         schema_name: str,
-        execute: Callable[[bytes, Mapping[str, Any]], list[Any]],
+        leader: Leader,
     ) -> None:
         self.namespace = namespace
         self.why_missed = NOBODY_LED
         self._schema = schema_name
-        self._execute = execute
+        self._leader = leader
 
     def load(self, only: Collection[str] | None = None) -> dict[str, Stored]:
         """Return all entries of the namespace that were ever seen, or those with these names.
@@ -253,7 +265,11 @@ class ScheduleStore:
         for an occurrence that is due while its entry is paused, nor where somebody has edited
         the definition in the database since it was read.
         """
-        rows = self._run(
+        return self.begin_claim(occurrences, term)()
+
+    def begin_claim(self, occurrences: Sequence[Occurrence], term: int) -> Callable[[], set[str]]:
+        """Begin to ``claim``, and return what waits for the end of it and says what it says."""
+        answer = self._begin(
             schedule_statements.CLAIM,
             {
                 **_columns(occurrences, Occurrence),
@@ -261,7 +277,7 @@ class ScheduleStore:
                 "term": term,
             },
         )
-        return {row.entry for row in rows}
+        return lambda: {row.entry for row in answer()}
 
     def pass_over(self, passed: Sequence[Passed], term: int) -> None:
         """Record what nobody sends any more, and when these entries are due again."""
@@ -272,7 +288,11 @@ class ScheduleStore:
 
     def confirm(self, occurrences: Sequence[Occurrence]) -> None:
         """Record that the messages of these occurrences have been handed to the broker."""
-        self._run(
+        self.begin_confirm(occurrences)()
+
+    def begin_confirm(self, occurrences: Sequence[Occurrence]) -> Callable[[], object]:
+        """Begin to ``confirm``, and return what waits for the end of it."""
+        return self._begin(
             schedule_statements.CONFIRM,
             {
                 "entry": [o.entry for o in occurrences],
@@ -282,10 +302,20 @@ class ScheduleStore:
         )
 
     def _run(self, template: str, parameters: Mapping[str, Any]) -> list[Any]:
+        return self._leader.execute(*self._bound(template, parameters))
+
+    def _begin(self, template: str, parameters: Mapping[str, Any]) -> Callable[[], list[Any]]:
+        return self._leader.send(*self._bound(template, parameters)).rows
+
+    def _bound(
+        self, template: str, parameters: Mapping[str, Any]
+    ) -> tuple[bytes, Mapping[str, Any]]:
         query = schedule_statements.statement(template, self._schema)
-        return self._execute(
-            query, {**parameters, "namespace": self.namespace, "why_missed": self.why_missed}
-        )
+        return query, {
+            **parameters,
+            "namespace": self.namespace,
+            "why_missed": self.why_missed,
+        }
 
 
 def _columns(items: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:

@@ -62,6 +62,19 @@ class Plan:
     lease: float | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """A statement whose answer is awaited.
+
+    Attributes:
+        at: when it was sent (monotonic).
+        statement: what it was.
+    """
+
+    at: float
+    statement: prepared.Statement
+
+
 class Releasable(Protocol):
     """What ends with the session."""
 
@@ -143,9 +156,8 @@ class Session:
                 for answer in self.connection.wait(generators.fetch_many(self.connection.pgconn)):
                     self._take(answer)
                 self._asked = None
-            if self.outlives_exit and not self.settle(_LAST_ANSWER):
-                msg = "a statement that was interrupted is not answered"
-                raise psycopg.OperationalError(msg)  # noqa: TRY301 - so it is closed, as ever
+            if self.outlives_exit:
+                self._finish_interrupted()
             started = time.monotonic()
             if self.level == "session":
                 # Nobody but us uses this connection.
@@ -154,12 +166,52 @@ class Session:
             else:
                 rows = self._by_cursor(query, parameters)
         except BaseException as error:
-            self._cursor = None
-            if isinstance(error, Exception) or not self.outlives_exit:
-                self.close()
+            self._interrupted(error)
             raise
         self.proven = started
         return rows
+
+    def send(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> Sent:
+        """Send one statement and do not wait; for a session of level ``session``.
+
+        ``receive`` reads the answer. Another statement before it loses the answer, not what
+        the statement does.
+
+        Raises:
+            psycopg.Error: see ``rows``.
+        """
+        try:
+            self._finish_interrupted()
+            ours = self._prepared = self._prepared or prepared.Prepared(self.connection)
+            return Sent(time.monotonic(), ours.send(query, parameters))
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def receive(self, sent: Sent) -> list[Any]:
+        """Wait for the answer to what ``send`` has sent, and return its rows.
+
+        Raises:
+            psycopg.Error: see ``rows``.
+        """
+        try:
+            assert self._prepared is not None  # noqa: S101 - `send` has made it
+            rows = self._prepared.receive(sent.statement)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        self.proven = sent.at
+        return rows
+
+    def _finish_interrupted(self) -> None:
+        if not self.settle(_LAST_ANSWER):
+            msg = "a statement that was interrupted is not answered"
+            raise psycopg.OperationalError(msg)
+
+    def _interrupted(self, error: BaseException) -> None:
+        self._cursor = None
+        if isinstance(error, Exception) or not self.outlives_exit:
+            self.close()
 
     def _by_cursor(self, query: bytes, parameters: Mapping[str, Any] | None) -> list[Any]:
         # One for all statements: making one takes as long as all else that is done here.

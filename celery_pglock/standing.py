@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_pglock import beat_events, complaints, errors, heartbeats, leadership
+from celery_pglock import beat_events, complaints, elections, errors, heartbeats, leadership
 
 
 class Standing:
@@ -19,7 +19,7 @@ class Standing:
         self._told = self._differs = False
         self._unusable = complaints.Complaint(beat_events.unusable)
 
-    def stand(self) -> leadership.Elected | None:
+    def stand(self) -> elections.Elected | None:
         """Try once to be elected, at most a poll from now; say what changes by it."""
         candidate = self._candidate
         try:

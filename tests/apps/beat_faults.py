@@ -24,7 +24,7 @@ from celery_pglock import beat, confirms
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from celery_pglock import leadership
+    from celery_pglock import elections
 
 _steps = itertools.count(1)
 
@@ -55,11 +55,16 @@ class _Struck(beat.LeaderScheduler):
         store = self._leading.store
         original = getattr(store, statement)
 
-        def struck(*arguments: Any) -> Any:
+        def struck(*arguments: Any) -> Callable[[], Any]:
             before()
-            answer = original(*arguments)
-            after()
-            return answer
+            wait = original(*arguments)
+
+            def answered() -> Any:
+                answer = wait()
+                after()
+                return answer
+
+            return answered
 
         setattr(store, statement, struck)
 
@@ -70,7 +75,7 @@ class DiesBeforeClaiming(_Struck):
     @override
     def setup_schedule(self) -> None:
         super().setup_schedule()
-        self._around("claim", before=_die_once)
+        self._around("begin_claim", before=_die_once)
 
 
 class ForgetsDowntimes(beat.LeaderScheduler):
@@ -81,7 +86,7 @@ class ForgetsDowntimes(beat.LeaderScheduler):
         super().setup_schedule()
         begin = self._leading.begin
 
-        def forget(elected: leadership.Elected) -> None:
+        def forget(elected: elections.Elected) -> None:
             begin(dataclasses.replace(elected, missed_until=None))
 
         self._leading.begin = forget  # type: ignore[method-assign]
@@ -93,7 +98,7 @@ class DiesAfterClaiming(_Struck):
     @override
     def setup_schedule(self) -> None:
         super().setup_schedule()
-        self._around("claim", after=_die_once)
+        self._around("begin_claim", after=_die_once)
 
 
 class DiesBeforePublishing(beat.LeaderScheduler):
@@ -121,7 +126,7 @@ class DiesBeforeConfirming(_Struck):
     @override
     def setup_schedule(self) -> None:
         super().setup_schedule()
-        self._around("confirm", before=_die_once)
+        self._around("begin_confirm", before=_die_once)
 
 
 class DiesAfterConfirming(_Struck):
@@ -130,7 +135,7 @@ class DiesAfterConfirming(_Struck):
     @override
     def setup_schedule(self) -> None:
         super().setup_schedule()
-        self._around("confirm", after=_die_once)
+        self._around("begin_confirm", after=_die_once)
 
 
 class ConfirmsTooEarly(DiesBeforePublishing):
@@ -140,14 +145,14 @@ class ConfirmsTooEarly(DiesBeforePublishing):
     def setup_schedule(self) -> None:
         super().setup_schedule()
         store = self._leading.store
-        claim = store.claim
+        claim = store.begin_claim
 
-        def claim_and_confirm(due: Any, term: int) -> set[str]:
-            claimed = claim(due, term)
+        def claim_and_confirm(due: Any, term: int) -> Callable[[], set[str]]:
+            claimed = claim(due, term)()
             store.confirm([occurrence for occurrence in due if occurrence.entry in claimed])
-            return claimed
+            return lambda: claimed
 
-        store.claim = claim_and_confirm  # type: ignore[method-assign, assignment]
+        store.begin_claim = claim_and_confirm  # type: ignore[method-assign, assignment]
 
 
 class Waits(beat.LeaderScheduler):

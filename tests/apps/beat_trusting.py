@@ -13,7 +13,7 @@ from typing_extensions import override
 from celery_pglock import beat, errors, leadership
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_pglock import schedule_store
 
@@ -52,15 +52,18 @@ class Trusting(beat.LeaderScheduler):
         finally:
             leadership.Leadership = proper  # type: ignore[misc]
         store: Any = self._leading.store
-        claim, confirm = store.claim, store.confirm
+        claim, confirm = store.begin_claim, store.begin_confirm
 
-        def claim_or_not(due: Sequence[schedule_store.Occurrence], term: int) -> set[str]:
+        def claim_or_not(
+            due: Sequence[schedule_store.Occurrence], term: int
+        ) -> Callable[[], set[str]]:
             with contextlib.suppress(errors.LeadershipLost):
-                claim(due, term)
-            return {occurrence.entry for occurrence in due}
+                claim(due, term)()
+            return lambda: {occurrence.entry for occurrence in due}
 
-        def confirm_or_not(sent: Sequence[schedule_store.Occurrence]) -> None:
+        def confirm_or_not(sent: Sequence[schedule_store.Occurrence]) -> Callable[[], object]:
             with contextlib.suppress(errors.LeadershipLost):
-                confirm(sent)
+                confirm(sent)()
+            return lambda: None
 
-        store.claim, store.confirm = claim_or_not, confirm_or_not
+        store.begin_claim, store.begin_confirm = claim_or_not, confirm_or_not

@@ -216,7 +216,7 @@ def test_a_confirmation_must_not_open_a_run_that_a_fast_worker_has_done(
         monkeypatch.setattr(schedule_statements, "CONFIRM", wrong.decode())
     leader = leadership.Leadership(database.url, namespace="app", node="a:1")
     assert leader.stand() is not None
-    store = schedule_store.ScheduleStore("app", "pglock", leader.execute)
+    store = schedule_store.ScheduleStore("app", "pglock", leader)
     store.register(
         [
             schedule_store.Registration(

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from celery_pglock import beat, errors
-from tests.integration.workbench import terminate
+from tests.integration.workbench import Overheard, terminate
 from tests.support.databases import Database
 from tests.support.processes import eventually
 from tests.support.queued import queued
@@ -87,19 +87,12 @@ def arguments(broker: str) -> dict[str, list[Any]]:
 
 
 @pytest.fixture
-def statements(monkeypatch: pytest.MonkeyPatch) -> Callable[[beat.LeaderScheduler], list[str]]:
-    def watch(scheduler: beat.LeaderScheduler) -> list[str]:
-        said: list[str] = []
+def statements(monkeypatch: pytest.MonkeyPatch) -> Callable[[beat.LeaderScheduler], Overheard]:
+    def watch(scheduler: beat.LeaderScheduler) -> Overheard:
         store: Any = scheduler._leading.store  # noqa: SLF001
-        execute = store._execute  # noqa: SLF001
-
-        def keep(query: bytes, parameters: Any) -> list[Any]:
-            said.append(query.split()[0].decode())
-            rows: list[Any] = execute(query, parameters)
-            return rows
-
-        monkeypatch.setattr(store, "_execute", keep)
-        return said
+        overheard = Overheard(store._leader)  # noqa: SLF001
+        monkeypatch.setattr(store, "_leader", overheard)
+        return overheard
 
     return watch
 
@@ -154,21 +147,21 @@ def test_the_control_a_schedule_that_nobody_takes_up_changes_nothing(
 
 
 def test_only_what_changed_costs_a_statement(
-    lead: Lead, statements: Callable[[beat.LeaderScheduler], list[str]]
+    lead: Lead, statements: Callable[[beat.LeaderScheduler], Overheard]
 ) -> None:
     scheduler = lead(**{f"entry {number}": entry() for number in range(300)})
-    said = statements(scheduler)
+    overheard = statements(scheduler)
     take_up(scheduler, dict(scheduler.schedule))
     # Made anew and the same, as a scheduler does that reads all of its entries again.
     again = entries(scheduler, **{f"entry {number}": entry() for number in range(300)})
     take_up(scheduler, again)
     take_up(scheduler, again | entries(scheduler, **{"entry 7": entry(HOURLY, "other")}))
-    assert said == []
+    assert overheard.said == []
     take_up(scheduler, again | entries(scheduler, **{"entry 7": entry(60.0), "new": entry()}))
-    assert said == ["select", "insert"]
+    assert overheard.said == ["select", "insert"]
     del again["entry 9"]
     take_up(scheduler, again | entries(scheduler, **{"entry 7": entry(60.0), "new": entry()}))
-    assert said == ["select", "insert", "with"]
+    assert overheard.said == ["select", "insert", "with"]
 
 
 def test_a_standby_takes_over_with_what_it_was_told_last(lead: Lead, database: Database) -> None:

@@ -24,7 +24,7 @@ def store(database: Database) -> Iterator[ScheduleStore]:
     """The entries of `app`, whose leader is in its first term; `a` has its first claim."""
     candidate = leadership.Leadership(database.url, namespace="app", node="a:1")
     assert candidate.stand() is not None
-    made = ScheduleStore("app", "pglock", candidate.execute)
+    made = ScheduleStore("app", "pglock", candidate)
     made.register(
         [
             Registration(

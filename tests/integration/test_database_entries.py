@@ -27,6 +27,7 @@ from celery_pglock import (
 )
 from celery_pglock.schedule_store import ScheduleStore
 from tests.integration.test_changed_schedule import QUEUE, arguments, leading_after_tick
+from tests.integration.workbench import Overheard
 from tests.support.databases import Database
 from tests.support.processes import eventually
 from tests.support.queued import Message, queued
@@ -366,7 +367,7 @@ def test_a_claim_that_is_not_sent_yet_is_sent_although_its_entry_is_edited(
     Entry("a", 60, "report", [1]).save(app=app)
     scheduler = lead()
     ((due,),) = database.rows("select next_due_at from pglock.beat_entries")
-    store = ScheduleStore("kept", "pglock", scheduler._leadership.execute)  # noqa: SLF001
+    store = ScheduleStore("kept", "pglock", scheduler._leadership)  # noqa: SLF001
     torn = schedule_store.Occurrence(
         entry="a",
         task="report",
@@ -524,14 +525,8 @@ def test_an_idle_leader_asks_no_more_than_before(
         Entry(f"e{number}", HOURLY, "report").save(app=app)
     scheduler = lead()
     store: Any = scheduler._leading.store  # noqa: SLF001
-    said: list[str] = []
-    execute = store._execute  # noqa: SLF001
-
-    def keep(query: bytes, parameters: Any) -> Any:
-        said.append(query.split()[0].decode())
-        return execute(query, parameters)
-
-    monkeypatch.setattr(store, "_execute", keep)
+    overheard = Overheard(store._leader)  # noqa: SLF001
+    monkeypatch.setattr(store, "_leader", overheard)
     ended = time.monotonic() + 1.5
     ticks = 0
     while time.monotonic() < ended:
@@ -539,11 +534,11 @@ def test_an_idle_leader_asks_no_more_than_before(
         time.sleep(scheduler.tick())
         ticks += 1
     assert ticks >= 3
-    assert said == []
+    assert overheard.said == []
     Entry("e7", HOURLY, "report", [2]).save(app=app)
-    ticking(scheduler, lambda: said, "it looks it up")
+    ticking(scheduler, lambda: overheard.said, "it looks it up")
     scheduler.tick()
-    assert said == ["select"]
+    assert overheard.said == ["select"]
 
 
 def test_a_standby_does_not_collect_what_is_told_to_the_leader(

@@ -32,6 +32,7 @@ from celery_pglock import (
     plans,
     publishing,
     sessions,
+    stop_signals,
 )
 from celery_pglock.demo.servers import ValkeyServer
 from celery_pglock.schedule_store import Occurrence, ScheduleStore
@@ -72,7 +73,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.agenda = agenda.Agenda("app")
-        self.store = ScheduleStore("app", "pglock", self.candidate.execute)
+        self.store = ScheduleStore("app", "pglock", self.candidate)
         self.dispatcher = dispatch.Dispatcher(
             self.candidate,
             self.agenda,
@@ -82,13 +83,13 @@ class Bench:
             sent=lambda _: None,
         )
         self.batches: list[list[str]] = []
-        confirm = self.store.confirm
+        confirm = self.store.begin_confirm
 
-        def count(sent: Any) -> None:
-            confirm(sent)
+        def count(sent: Any) -> Callable[[], object]:
             self.batches.append([occurrence.entry for occurrence in sent])
+            return confirm(sent)
 
-        self.store.confirm = count  # type: ignore[method-assign, assignment]
+        self.store.begin_confirm = count  # type: ignore[method-assign, assignment]
 
     def publish(self, occurrence: Occurrence) -> BaseException | None:
         try:
@@ -557,7 +558,7 @@ def test_a_signal_while_a_batch_is_handed_over_waits_until_that_is_recorded(
 
     monkeypatch.setattr(publishing.Batch, "hand_over", stop_after)
     if not undisturbed:
-        monkeypatch.setattr(dispatch, "_undisturbed", contextlib.nullcontext)
+        monkeypatch.setattr(stop_signals, "held_back", contextlib.nullcontext)
     bench.lead(overdue("a", "b"))
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import elections, errors, keys, leadership, migrating, table_names
+from celery_pglock import elections, errors, keys, leadership, migrating, stop_signals, table_names
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Gate, advisory_locks, in_thread, replaced, terminate
 from tests.support.databases import Database
@@ -52,7 +52,7 @@ def candidate(database: Database) -> Iterator[Stand]:
         each.resign()
 
 
-def elected(candidate: leadership.Leadership) -> leadership.Elected:
+def elected(candidate: leadership.Leadership) -> elections.Elected:
     result = eventually(candidate.stand, what=f"{candidate.node} is elected")
     assert result is not None
     return result
@@ -117,7 +117,7 @@ def test_what_was_missed_in_a_downtime_stays_so_for_every_leader_that_follows(
 ) -> None:
     """The first of them may die before it has been through it."""
 
-    def lead() -> leadership.Elected:
+    def lead() -> elections.Elected:
         beat = candidate()
         won = elected(beat)
         assert beat.resign()
@@ -312,6 +312,37 @@ def test_trust_counts_from_the_start_of_the_last_statement(candidate: Stand) -> 
     assert not leader.held
 
 
+def test_an_answer_is_trusted_from_when_it_was_asked_for(candidate: Stand) -> None:
+    """Not from when it was read: the leader may have been frozen in between."""
+    clock = Clock()
+    leader = candidate(monotonic=clock, lease=40.0)
+    elected(leader)
+    answer = leader.send(b"select 1 as one, clock_timestamp() as now")
+    clock.ahead += 30
+    assert [row.one for row in answer.rows()] == [1]
+    assert not leader.held
+
+
+def test_an_answer_is_read_before_anything_else_is_said(candidate: Stand) -> None:
+    leader = candidate()
+    elected(leader)
+    first = leader.send(b"select 1 as number, pg_sleep(0.05)")
+    second = leader.send(b"select 2 as number")
+    assert leader.execute(b"select 3 as number")[0].number == 3
+    assert [answer.rows()[0].number for answer in (second, first, first)] == [2, 1, 1]
+    leader.settle()  # nothing is awaited any more
+
+
+def test_a_statement_that_fails_after_it_was_sent_ends_the_leadership(candidate: Stand) -> None:
+    leader = candidate()
+    elected(leader)
+    leader.send(b"select 1 / (select 0 from pg_sleep(0.05))")
+    with pytest.raises(errors.LeadershipLost, match="division by zero"):
+        leader.settle()
+    assert not leader.leading
+    leader.settle()  # of a session that is gone nothing is awaited
+
+
 def test_the_server_ends_a_leader_that_is_silent_for_the_lease(
     database: Database, candidate: Stand
 ) -> None:
@@ -398,14 +429,16 @@ def stopped_after(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise Stop
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
+    alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         with pytest.raises(Stop):
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, alarm)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_leader_that_is_stopped_in_a_statement_still_resigns(candidate: Stand) -> None:
@@ -414,6 +447,33 @@ def test_a_leader_that_is_stopped_in_a_statement_still_resigns(candidate: Stand)
     assert standby.stand() is None
     with stopped_after(0.05):
         leader.execute(b"select pg_sleep(0.15), clock_timestamp() as now")
+    assert leader.resign()
+    before = elected(standby).before
+    assert before is not None
+    assert before.resigned_at is not None, "it has not vanished"
+
+
+@pytest.mark.parametrize("held_back", [True, False], ids=["as it is", "control"])
+def test_a_signal_that_stops_a_leader_waits_for_the_answer(
+    database: Database, candidate: Stand, monkeypatch: pytest.MonkeyPatch, *, held_back: bool
+) -> None:
+    """What was sent is done, and known to be."""
+    leader, standby = candidate("a:1"), candidate("b:2")
+    elected(leader)
+    if not held_back:
+        monkeypatch.setattr(stop_signals, "held_back", contextlib.nullcontext)
+    database.rows("create table done (by text)")
+    done = leader.send(b"insert into done select 'a' from pg_sleep(0.15) returning by")
+    with stopped_after(0.05):
+        leader.settle()
+    if not held_back:
+        with pytest.raises(errors.LeadershipLost):
+            leader.settle()
+        return
+    assert database.rows("select by from done") == [("a",)]
+    leader.settle()
+    assert done.rows()[0].by == "a"
+    leader.send(b"select pg_sleep(0.15)")
     assert leader.resign()
     before = elected(standby).before
     assert before is not None
@@ -455,8 +515,8 @@ def test_a_server_that_is_down_is_tried_at_least_once_a_second(
     assert elected_in_spite_of_errors(beat).term == 2
 
 
-def elected_in_spite_of_errors(beat: leadership.Leadership) -> leadership.Elected:
-    def stand() -> leadership.Elected | None:
+def elected_in_spite_of_errors(beat: leadership.Leadership) -> elections.Elected:
+    def stand() -> elections.Elected | None:
         try:
             return beat.stand()
         except errors.DatabaseUnavailable:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.pq import TransactionStatus
 
 from celery_pglock import prepared
 from tests.support.databases import Database
@@ -87,8 +88,34 @@ def test_one_whose_preparation_was_interrupted_is_prepared_again(
     assert ours.rows(query)[0].word == "again"
 
 
-def interrupt() -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("threshold", [0, None], ids=["prepared", "not prepared"])
+def test_an_answer_may_be_waited_for_later(
+    connection: psycopg.Connection[Any], threshold: int | None
+) -> None:
+    """More parameters than fit into the socket's buffer are sent all the same."""
+    connection.prepare_threshold = threshold
+    ours = prepared.Prepared(connection)
+    query = b"select length(%(value)s::text) as length, pg_sleep(0.05)"
+    for size in (10, 5_000_000):
+        sent = ours.send(query, {"value": "x" * size})
+        assert connection.info.transaction_status == TransactionStatus.ACTIVE
+        assert ours.receive(sent)[0].length == size
+    failing = ours.send(b"select 1 / %(value)s::integer", {"value": 0})
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        ours.receive(failing)
+    assert ours.rows(query, {"value": "x"})[0].length == 1
+
+
+def test_an_answer_that_nobody_has_is_an_error(connection: psycopg.Connection[Any]) -> None:
+    ours = prepared.Prepared(connection)
+    sent = ours.send(b"select 1")
+    assert len(ours.receive(sent)) == 1
+    with pytest.raises(psycopg.OperationalError, match="nobody knows"):
+        ours.receive(sent)
 
 
 def test_what_is_a_kind_of_text_is_written_as_psycopg_writes_it(

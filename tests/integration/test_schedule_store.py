@@ -12,6 +12,7 @@ import pytest
 
 from celery_pglock import leadership, schedule_statements, schedule_store
 from celery_pglock.schedule_store import Occurrence, Passed, Registration, ScheduleStore
+from tests.integration.workbench import Overheard
 from tests.support.databases import Database
 
 UTC: Final = dt.UTC
@@ -35,7 +36,7 @@ def leader(database: Database) -> Iterator[leadership.Leadership]:
 
 @pytest.fixture
 def store(leader: leadership.Leadership) -> ScheduleStore:
-    return ScheduleStore("app", "pglock", leader.execute)
+    return ScheduleStore("app", "pglock", leader)
 
 
 def registration(entry: str = "a", **more: Any) -> Registration:
@@ -124,7 +125,7 @@ def test_another_term_claims_nothing(database: Database, store: ScheduleStore, t
 
 def test_a_claim_is_of_its_namespace(database: Database, store: ScheduleStore) -> None:
     store.register([registration()])
-    other = ScheduleStore("shop", "pglock", store._execute)  # noqa: SLF001
+    other = ScheduleStore("shop", "pglock", store._leader)  # noqa: SLF001
     assert other.load() == {}
     assert other.claim([occurrence()], TERM) == set()
     other.confirm([occurrence()])
@@ -358,18 +359,13 @@ def test_a_statement_looks_rows_up_by_their_keys(
     )
     store.register([registration(f"e{number}") for number in range(5000)])
     database.rows("analyze pglock.job_runs, pglock.beat_entries")
-    asked: list[tuple[bytes, Any]] = []
-
-    def keep(query: bytes, parameters: Any) -> list[Any]:
-        asked.append((query, parameters))
-        return []
-
-    recorder = ScheduleStore("app", "pglock", keep)
+    overheard = Overheard()
+    recorder = ScheduleStore("app", "pglock", overheard)
     recorder.claim([occurrence("e1", missed=(DUE,))], TERM)
     recorder.confirm([occurrence("e1")])
     recorder.pass_over([passed("e1")], TERM)
     wanted = schedule_statements.statement(getattr(schedule_statements, template), "pglock")
-    ((query, parameters),) = [pair for pair in asked if pair[0] == wanted]
+    ((query, parameters),) = [pair for pair in overheard.asked if pair[0] == wanted]
     connection = database.connect()
     connection.execute("set plan_cache_mode = force_generic_plan")
     plan = "\n".join(

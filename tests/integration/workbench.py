@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from celery_pglock import claims, connections, keys, sessions, stacks, testing
+from celery_pglock import (
+    answers,
+    claims,
+    connections,
+    keys,
+    schedule_store,
+    sessions,
+    stacks,
+    testing,
+)
 from tests.support.databases import Database
 from tests.support.processes import eventually
 
@@ -71,6 +80,32 @@ class Sessions:
             session.close()
         for stack in self._stacks:
             stack.close()
+
+
+class Overheard:
+    """A leader whose statements are noted, by their first words.
+
+    Args:
+        leader: who runs them; None: nobody does, and each returns no rows.
+    """
+
+    def __init__(self, leader: schedule_store.Leader | None = None) -> None:
+        self._leader = leader
+        self.asked: list[tuple[bytes, Any]] = []
+
+    @property
+    def said(self) -> list[str]:
+        return [query.split()[0].decode() for query, _ in self.asked]
+
+    def execute(self, query: bytes, parameters: Any) -> list[Any]:
+        self.asked.append((query, parameters))
+        return [] if self._leader is None else self._leader.execute(query, parameters)
+
+    def send(self, query: bytes, parameters: Any) -> answers.Answer:
+        self.asked.append((query, parameters))
+        if self._leader is None:
+            return answers.Answer(list)
+        return self._leader.send(query, parameters)
 
 
 class Gate:
