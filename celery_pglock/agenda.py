@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from celery_pglock import clocks, plans, schedule_store
+from celery_pglock import beat_rows, clocks, plans
 
 # An entry that is due for longer than this although somebody led all the time was not known to
 # who led: it was taken out and is there again, or belongs to another release.
@@ -47,9 +47,9 @@ class Agenda:
     """
 
     def __init__(self, namespace: str, catchup_window: float | None = None) -> None:
-        self.unsent: dict[str, schedule_store.Occurrence] = {}
-        self.passed_over: list[schedule_store.Passed] = []
-        self.resets: list[schedule_store.Reset] = []
+        self.unsent: dict[str, beat_rows.Occurrence] = {}
+        self.passed_over: list[beat_rows.Passed] = []
+        self.resets: list[beat_rows.Reset] = []
         self.set_back = dt.timedelta(0)
         self.outdated = False
         self.failed: list[tuple[str, Exception]] = []
@@ -68,13 +68,13 @@ class Agenda:
     def take_over(
         self,
         entries: Iterable[plans.Planned],
-        stored: Mapping[str, schedule_store.Stored],
+        stored: Mapping[str, beat_rows.Stored],
         *,
         now: dt.datetime,
         missed_until: dt.datetime | None,
         between: Callable[[], None],
         clock_was: dt.datetime | None = None,
-    ) -> list[schedule_store.Registration]:
+    ) -> list[beat_rows.Registration]:
         """Plan all entries from what the leader before has stored.
 
         A new entry counts from now on, and so does one whose schedule was edited; but what
@@ -118,11 +118,11 @@ class Agenda:
         self,
         edited: Collection[plans.Planned],
         removed: Collection[str],
-        stored: Mapping[str, schedule_store.Stored],
+        stored: Mapping[str, beat_rows.Stored],
         *,
         now: dt.datetime,
         missed_until: dt.datetime | None,
-    ) -> list[schedule_store.Registration]:
+    ) -> list[beat_rows.Registration]:
         """Plan anew what was added or edited while this beat leads, and leave out what is gone.
 
         The others stay as they are. An entry counts from now on if it is new, was out for a
@@ -178,7 +178,7 @@ class Agenda:
         self._heap = [due for due in self._heap if due[1] not in names]
         heapq.heapify(self._heap)
 
-    def _enter(self, planned: plans.Planned, before: schedule_store.Stored | None) -> None:
+    def _enter(self, planned: plans.Planned, before: beat_rows.Stored | None) -> None:
         self._planned[planned.name] = planned
         if before is not None and before.due_at is not None and before.unconfirmed:
             # Its next occurrence is left as it is stored: that claim was made already.
@@ -191,10 +191,10 @@ class Agenda:
     def _begin(
         self,
         planned: plans.Planned,
-        before: schedule_store.Stored | None,
+        before: beat_rows.Stored | None,
         now: dt.datetime,
         missed_until: dt.datetime | None,
-    ) -> schedule_store.Registration:
+    ) -> beat_rows.Registration:
         """Plan an entry that is new or was edited."""
         begin = planned.begins_at(before, now)
         planned.due = planned.schedule(begin)
@@ -219,11 +219,11 @@ class Agenda:
     def _go_on(
         self,
         planned: plans.Planned,
-        before: schedule_store.Stored,
+        before: beat_rows.Stored,
         now: dt.datetime,
         last_known: dt.datetime,
         missed_until: dt.datetime | None,
-    ) -> list[schedule_store.Registration]:
+    ) -> list[beat_rows.Registration]:
         """Plan an entry from where it was left; return it if it has to be stored anew."""
         planned.due = planned.schedule(before.anchor)
         planned.paused_until = before.paused_until
@@ -252,9 +252,9 @@ class Agenda:
         self.resets, self.set_back, self.outdated = [], dt.timedelta(0), False
         self.failed, self.look_again_at = [], None
 
-    def pop(self, now: dt.datetime, most: int) -> list[schedule_store.Occurrence]:
+    def pop(self, now: dt.datetime, most: int) -> list[beat_rows.Occurrence]:
         """Take out what is due, at most ``most`` entries, one occurrence each."""
-        due: list[schedule_store.Occurrence] = []
+        due: list[beat_rows.Occurrence] = []
         while self._heap and self._heap[0][0] <= now and len(due) < most:
             # Looking through a long downtime takes its time, for each entry.
             self._between()
@@ -268,7 +268,7 @@ class Agenda:
 
     def _take(
         self, planned: plans.Planned, due_at: dt.datetime, now: dt.datetime
-    ) -> schedule_store.Occurrence | None:
+    ) -> beat_rows.Occurrence | None:
         """Return what is to be sent for an entry that is due, or None if it is passed over."""
         if planned.paused_until is not None and due_at < planned.paused_until:
             self._pass_over(planned, planned.after_pause(), ())
@@ -282,7 +282,7 @@ class Agenda:
         late, planned.late = overdue or planned.late, overdue
         return self._occurrence(planned, send, next_due_at=following, late=late, missed=missed)
 
-    def sent(self, occurrence: schedule_store.Occurrence) -> None:
+    def sent(self, occurrence: beat_rows.Occurrence) -> None:
         """Plan the next occurrence of an entry whose last one is confirmed."""
         self.unsent.pop(occurrence.entry, None)
         planned = self._planned[occurrence.entry]
@@ -323,7 +323,7 @@ class Agenda:
     def _set_back(
         self,
         planned: plans.Planned,
-        before: schedule_store.Stored,
+        before: beat_rows.Stored,
         now: dt.datetime,
         last_known: dt.datetime,
     ) -> None:
@@ -338,7 +338,7 @@ class Agenda:
             return
         self.resets.append(planned.bring_back(before, back, now))
 
-    def put_back(self, occurrence: schedule_store.Occurrence) -> None:
+    def put_back(self, occurrence: beat_rows.Occurrence) -> None:
         """Plan an occurrence anew that could not be claimed."""
         heapq.heappush(self._heap, (occurrence.due_at, occurrence.entry))
 
@@ -349,7 +349,7 @@ class Agenda:
         missed: Iterable[dt.datetime],
     ) -> None:
         self.passed_over.append(
-            schedule_store.Passed(
+            beat_rows.Passed(
                 entry=planned.name,
                 task=planned.task,
                 next_due_at=next_due_at,
@@ -369,13 +369,13 @@ class Agenda:
         next_due_at: dt.datetime | None,
         late: bool,
         missed: Iterable[dt.datetime] = (),
-    ) -> schedule_store.Occurrence:
-        return schedule_store.Occurrence(
+    ) -> beat_rows.Occurrence:
+        return beat_rows.Occurrence(
             entry=planned.name,
             task=planned.task,
             due_at=due_at,
             next_due_at=next_due_at,
-            task_id=schedule_store.task_id(self._namespace, planned.name, due_at),
+            task_id=beat_rows.task_id(self._namespace, planned.name, due_at),
             recorded=planned.recorded,
             late=late,
             missed=tuple(missed),

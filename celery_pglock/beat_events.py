@@ -13,7 +13,7 @@ from celery.utils.dispatch import Signal
 if TYPE_CHECKING:
     import datetime as dt
 
-    from celery_pglock import elections, errors, leadership, rescue, schedule_store
+    from celery_pglock import beat_rows, elections, errors, leadership, rescue
 
 _log: Final = logging.getLogger("celery_pglock.beat")
 
@@ -65,7 +65,7 @@ def gained(leadership: leadership.Leadership, elected: elections.Elected) -> Non
     )
 
 
-def paused(entry: schedule_store.Passed) -> None:
+def paused(entry: beat_rows.Passed) -> None:
     """Tell when an entry that was paused is due again."""
     _log.info(
         "paused or resumed: entry %s is due %s",
@@ -285,7 +285,7 @@ def host_differs(leadership: leadership.Leadership, ahead: dt.timedelta) -> None
     )
 
 
-def sent(occurrence: schedule_store.Occurrence) -> None:
+def sent(occurrence: beat_rows.Occurrence) -> None:
     """Tell that the message of an occurrence was handed to the broker."""
     occurrence_sent.send(
         sender=None,
@@ -296,7 +296,7 @@ def sent(occurrence: schedule_store.Occurrence) -> None:
     )
 
 
-def not_sent(occurrence: schedule_store.Occurrence, reason: str, again_in: float) -> None:
+def not_sent(occurrence: beat_rows.Occurrence, reason: str, again_in: float) -> None:
     """Tell that the broker did not take a message; it is kept."""
     _log.error(
         "occurrence not sent: entry %s, due %s: %s; trying again in %g s",
@@ -323,7 +323,7 @@ def schedule_failed(entry: str, error: Exception) -> None:
     )
 
 
-def missed(occurrence: schedule_store.Occurrence | schedule_store.Passed) -> None:
+def missed(occurrence: beat_rows.Occurrence | beat_rows.Passed) -> None:
     """Tell that earlier occurrences of an entry are not sent any more."""
     _log.warning(
         "occurrences missed: %s of entry %s, from %s to %s; no beat was leading, or "

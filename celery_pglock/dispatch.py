@@ -14,7 +14,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from celery_pglock import agenda, beat_events, leadership, publishing, schedule_store, stop_signals
+from celery_pglock import (
+    agenda,
+    beat_events,
+    beat_rows,
+    leadership,
+    publishing,
+    schedule_store,
+    stop_signals,
+)
 
 _CHUNK: Final = 500
 _CONFIRM_EVERY: Final = 250
@@ -27,8 +35,8 @@ _LONGEST_HELD_BACK: Final = 60.0
 _BROKER: Final = ""  # the broker's own back-off; no entry has an empty name
 
 
-_Failed = tuple[schedule_store.Occurrence, BaseException]
-_Recording = tuple[list[schedule_store.Occurrence], Callable[[], object]]
+_Failed = tuple[beat_rows.Occurrence, BaseException]
+_Recording = tuple[list[beat_rows.Occurrence], Callable[[], object]]
 
 
 class Dispatcher:
@@ -49,9 +57,9 @@ class Dispatcher:
         plan: agenda.Agenda,
         store: schedule_store.ScheduleStore,
         publisher: publishing.Publisher,
-        publish: Callable[[schedule_store.Occurrence], BaseException | None],
+        publish: Callable[[beat_rows.Occurrence], BaseException | None],
         *,
-        sent: Callable[[schedule_store.Occurrence], None],
+        sent: Callable[[beat_rows.Occurrence], None],
     ) -> None:
         self._candidate = candidate
         self._agenda = plan
@@ -113,7 +121,7 @@ class Dispatcher:
         self._held_back.pop(name, None)
         self._back_off.pop(name, None)
 
-    def _begin_claim(self) -> Callable[[], list[schedule_store.Occurrence]] | None:
+    def _begin_claim(self) -> Callable[[], list[beat_rows.Occurrence]] | None:
         """Begin to claim what is due, if anything is; return what waits for that and returns it."""
         due = self._agenda.pop(self._candidate.now(), _CHUNK)
         self._pass_over()
@@ -123,8 +131,8 @@ class Dispatcher:
         return lambda: self._claimed(due, claim())
 
     def _claimed(
-        self, due: list[schedule_store.Occurrence], entries: set[str]
-    ) -> list[schedule_store.Occurrence]:
+        self, due: list[beat_rows.Occurrence], entries: set[str]
+    ) -> list[beat_rows.Occurrence]:
         claimed = [occurrence for occurrence in due if occurrence.entry in entries]
         self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in claimed})
         if len(claimed) < len(due):
@@ -136,7 +144,7 @@ class Dispatcher:
                 beat_events.missed(occurrence)
         return claimed
 
-    def _put_back(self, refused: list[schedule_store.Occurrence]) -> None:
+    def _put_back(self, refused: list[beat_rows.Occurrence]) -> None:
         """Plan anew what could not be claimed, because its entry was paused or edited meanwhile."""
         stored = self._store.load([occurrence.entry for occurrence in refused])
         paused = {}
@@ -166,7 +174,7 @@ class Dispatcher:
                 else:
                     beat_events.paused(entry)
 
-    def _ready(self) -> list[schedule_store.Occurrence]:
+    def _ready(self) -> list[beat_rows.Occurrence]:
         now = time.monotonic()
         return [
             occurrence
@@ -174,7 +182,7 @@ class Dispatcher:
             if self._held_back.get(entry, 0.0) <= now
         ]
 
-    def _send(self, claimed: Iterable[schedule_store.Occurrence], *, ahead: bool) -> None:
+    def _send(self, claimed: Iterable[beat_rows.Occurrence], *, ahead: bool) -> None:
         """Publish claimed occurrences in their order and confirm them.
 
         What is not sent stays claimed and is published again later: by the next tick, when a
@@ -207,9 +215,7 @@ class Dispatcher:
                 self._settle()
             raise
 
-    def _send_batch(
-        self, waiting: collections.deque[schedule_store.Occurrence], until: float
-    ) -> bool:
+    def _send_batch(self, waiting: collections.deque[beat_rows.Occurrence], until: float) -> bool:
         """Publish the first of those that wait, and confirm them; return whether to go on.
 
         Where the transport can, they are handed over together, at the end of the batch. If
@@ -223,7 +229,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - each transport raises its own
             return not self._put_off(waiting[0], error)
         until = min(until, time.monotonic() + _CONFIRM_WITHIN)
-        sent: list[schedule_store.Occurrence] = []
+        sent: list[beat_rows.Occurrence] = []
         with batch:
             try:
                 failed = self._fill(sent, waiting, until)
@@ -246,7 +252,7 @@ class Dispatcher:
         return failed is None or not self._put_off(*failed)
 
     def _finish(
-        self, batch: publishing.Batch, sent: list[schedule_store.Occurrence]
+        self, batch: publishing.Batch, sent: list[beat_rows.Occurrence]
     ) -> Exception | None:
         """Hand over a batch and confirm it; return what went wrong with it, or None."""
         with stop_signals.held_back():
@@ -260,8 +266,8 @@ class Dispatcher:
 
     def _fill(
         self,
-        sent: list[schedule_store.Occurrence],
-        waiting: collections.deque[schedule_store.Occurrence],
+        sent: list[beat_rows.Occurrence],
+        waiting: collections.deque[beat_rows.Occurrence],
         until: float,
     ) -> _Failed | None:
         """Publish some of those that wait; return the one that could not be, and why."""
@@ -276,7 +282,7 @@ class Dispatcher:
             sent.append(occurrence)
         return None
 
-    def _record(self, sent: list[schedule_store.Occurrence]) -> None:
+    def _record(self, sent: list[beat_rows.Occurrence]) -> None:
         """Have it recorded that these were handed over, for which ``_settle`` waits."""
         self._settle()
         self._recording = sent, self._store.begin_confirm(sent)
@@ -298,7 +304,7 @@ class Dispatcher:
                 self._sent(occurrence)
                 beat_events.sent(occurrence)
 
-    def _put_off(self, occurrence: schedule_store.Occurrence, failure: BaseException) -> bool:
+    def _put_off(self, occurrence: beat_rows.Occurrence, failure: BaseException) -> bool:
         """Keep an occurrence for later; return whether the broker is at fault, for all."""
         broken = self._publisher.broke(failure)
         self._publisher.forget()

@@ -17,10 +17,10 @@ from celery import schedules as celery_schedules
 
 from celery_pglock import (
     beat_events,
+    beat_rows,
     definitions,
     errors,
     schedule_json,
-    schedule_store,
 )
 
 _MOST_SCHEDULES: Final = 10_000
@@ -44,7 +44,7 @@ class Kept:
     added: int | None
     text: int
 
-    def is_of(self, row: schedule_store.Stored) -> bool:
+    def is_of(self, row: beat_rows.Stored) -> bool:
         """Whether it was read from what the row still says."""
         return (self.revision, self.text) == (row.revision, hash(row.definition))
 
@@ -84,9 +84,7 @@ class Sources:
         """Return what the database has under this name if it counts, also if it is broken."""
         return None if name in self.configured else self._kept.get(name)
 
-    def read(
-        self, stored: Mapping[str, schedule_store.Stored], between: Callable[[], None]
-    ) -> None:
+    def read(self, stored: Mapping[str, beat_rows.Stored], between: Callable[[], None]) -> None:
         """Take the definitions of all rows for those that there are.
 
         Args:
@@ -100,7 +98,7 @@ class Sources:
     def learn(
         self,
         names: Collection[str],
-        stored: Mapping[str, schedule_store.Stored],
+        stored: Mapping[str, beat_rows.Stored],
         between: Callable[[], None],
     ) -> None:
         """Take the definitions of these rows for what there is under these names."""
@@ -118,7 +116,7 @@ class Sources:
             if before is None or not before.is_of(row):
                 self._kept[name] = self._look_at(name, row)
 
-    def _look_at(self, name: str, row: schedule_store.Stored) -> Kept:
+    def _look_at(self, name: str, row: beat_rows.Stored) -> Kept:
         try:
             entry = self._entry(name, row)
         except errors.ConfigurationError as error:
@@ -126,7 +124,7 @@ class Sources:
             entry = None
         return Kept(entry, row.revision, row.edited_at, row.added, hash(row.definition))
 
-    def _entry(self, name: str, row: schedule_store.Stored) -> celery.beat.ScheduleEntry:
+    def _entry(self, name: str, row: beat_rows.Stored) -> celery.beat.ScheduleEntry:
         found = definitions.read(name, row.definition or "")
         key = json.dumps(found.schedule, sort_keys=True)
         schedule = self._schedules.get(key)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
-from celery_pglock import periods, rescue, schedule_store
+from celery_pglock import beat_rows, periods, rescue
 
 
 def of_occurrence(
-    namespace: str, term: int | None, occurrence: schedule_store.Occurrence
+    namespace: str, term: int | None, occurrence: beat_rows.Occurrence
 ) -> dict[str, Any]:
     """Return the headers of an occurrence."""
     headers = {

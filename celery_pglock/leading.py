@@ -15,6 +15,7 @@ from celery import Celery
 from celery_pglock import (
     agenda,
     beat_events,
+    beat_rows,
     bounds,
     clocks,
     dispatch,
@@ -68,7 +69,7 @@ class Leading:
         schedule: Mapping[str, celery.beat.ScheduleEntry],
         hand_over: HandOver,
         publisher: publishing.Publisher,
-        sent: Callable[[schedule_store.Occurrence], None],
+        sent: Callable[[beat_rows.Occurrence], None],
         ended: Callable[[str], celery.beat.ScheduleEntry | None],
     ) -> None:
         self._app = app
@@ -244,7 +245,7 @@ class Leading:
     def _plan_changes(
         self,
         names: Iterable[str],
-        stored: Mapping[str, schedule_store.Stored] | None = None,
+        stored: Mapping[str, beat_rows.Stored] | None = None,
     ) -> None:
         """Plan those of these entries anew that are not what they were; the others stay."""
         candidate = self._candidate
@@ -299,7 +300,7 @@ class Leading:
         )
         self._record(registrations)
 
-    def _record(self, registrations: Sequence[schedule_store.Registration]) -> None:
+    def _record(self, registrations: Sequence[beat_rows.Registration]) -> None:
         if registrations:
             self.store.register(registrations)
         resets, self._agenda.resets = self._agenda.resets, []
@@ -323,7 +324,7 @@ class Leading:
             added=None if kept is None else kept.added,
         )
 
-    def _publish(self, occurrence: schedule_store.Occurrence) -> BaseException | None:
+    def _publish(self, occurrence: beat_rows.Occurrence) -> BaseException | None:
         candidate = self._candidate
         given = headers.of_occurrence(candidate.namespace, candidate.term, occurrence)
         entry = self._sources.get(occurrence.entry)

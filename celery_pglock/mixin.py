@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from celery_pglock import (
     beat_events,
+    beat_rows,
     checkins,
     elections,
     errors,
@@ -36,7 +37,6 @@ from celery_pglock import (
     leadership,
     leading,
     publishing,
-    schedule_store,
     schedules,
     settings,
     sources,
@@ -323,7 +323,7 @@ class LeaderMixin(_Scheduler):
         self._source.settle(self._leading.exhausted())
         return 0.0
 
-    def _sent(self, occurrence: schedule_store.Occurrence) -> None:
+    def _sent(self, occurrence: beat_rows.Occurrence) -> None:
         self._checkins.forget(occurrence.task_id)
         self._source.sent(occurrence.entry)
 

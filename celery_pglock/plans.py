@@ -7,7 +7,7 @@ import datetime as dt
 from collections.abc import Callable
 from typing import Final
 
-from celery_pglock import occurrences, schedule_store
+from celery_pglock import beat_rows, occurrences
 
 # How many passed-over occurrences of one entry are recorded one by one.
 _MOST_MISSED: Final = 1000
@@ -61,7 +61,7 @@ class Planned:
             for name in ("task", "text", "recorded", "catchup", "revision")
         )
 
-    def goes_on(self, before: schedule_store.Stored) -> bool:
+    def goes_on(self, before: beat_rows.Stored) -> bool:
         """Whether this is what was stored, and not another schedule or an entry that came back."""
         came_back = (
             self.added is not None
@@ -70,7 +70,7 @@ class Planned:
         )
         return before.schedule == self.text and not came_back
 
-    def begins_at(self, before: schedule_store.Stored | None, now: dt.datetime) -> dt.datetime:
+    def begins_at(self, before: beat_rows.Stored | None, now: dt.datetime) -> dt.datetime:
         """Return from when on an entry counts that is new or was edited.
 
         From now; but what is in the database was written at a moment that is known, and nobody
@@ -89,7 +89,7 @@ class Planned:
             return None
         return self.due.after(until - dt.timedelta(microseconds=1))
 
-    def after_shorter_pause(self, before: schedule_store.Stored) -> dt.datetime | None:
+    def after_shorter_pause(self, before: beat_rows.Stored) -> dt.datetime | None:
         """Return when an entry is due that was perhaps passed over under a longer pause.
 
         Somebody may have made it shorter, or ended it, while nobody led.
@@ -125,8 +125,8 @@ class Planned:
         return (due_at, []) if following is None else (following, passed)
 
     def bring_back(
-        self, before: schedule_store.Stored, back: dt.timedelta, now: dt.datetime
-    ) -> schedule_store.Reset:
+        self, before: beat_rows.Stored, back: dt.timedelta, now: dt.datetime
+    ) -> beat_rows.Reset:
         """Plan an entry anew whose claims lie beyond now, since the clock was set back by so much."""
         stored = self.next_due_at
         if isinstance(self.due, occurrences.Interval):
@@ -147,9 +147,9 @@ class Planned:
         newest = occurrences.newest(self.due, min(anchor, until), until, 1)
         return self.reset(anchor, newest[0] if newest else None)
 
-    def registration(self, anchor: dt.datetime) -> schedule_store.Registration:
+    def registration(self, anchor: dt.datetime) -> beat_rows.Registration:
         """Return what is to be stored of an entry that is new, or not what it was."""
-        return schedule_store.Registration(
+        return beat_rows.Registration(
             entry=self.name,
             task=self.task,
             schedule=self.text,
@@ -158,8 +158,8 @@ class Planned:
             registered=self.revision,
         )
 
-    def reset(self, anchor: dt.datetime, due_at: dt.datetime | None) -> schedule_store.Reset:
+    def reset(self, anchor: dt.datetime, due_at: dt.datetime | None) -> beat_rows.Reset:
         """Return what is to be stored of the entry instead of its claims."""
-        return schedule_store.Reset(
+        return beat_rows.Reset(
             entry=self.name, anchor=anchor, due_at=due_at, next_due_at=self.next_due_at
         )

@@ -15,160 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from celery_pglock import answers, periods, schedule_statements
+from celery_pglock import answers, beat_rows, periods, schedule_statements
 
 NOBODY_LED: Final = "no beat was leading when it was due"
 CLOCK_SET_FORWARD: Final = "the server's clock was set forward over it"
 
-_TASK_IDS: Final = uuid.uuid5(uuid.NAMESPACE_DNS, "celery-pglock.task-id.v1")
-
 # So many rows at once: while a leader is busy with more of them its session is idle, and would end.
 _PAGE: Final = 10_000
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """An entry as it was left by the leader before.
-
-    Attributes:
-        schedule: its schedule in canonical text.
-        anchor: from where intervals are counted.
-        due_at: the occurrence that was claimed last, or None.
-        task_id: the id of its message.
-        published_at: when its message was confirmed; None: perhaps it was never sent.
-        total_run_count: how many occurrences were claimed.
-        next_due_at: the occurrence that comes next; None: there is none.
-        paused_until: no occurrence that is due before it is sent; None: never paused.
-        task: the name of the task that was registered.
-        definition: the JSON text of an entry that is kept in the database, or None.
-        revision: which edit of the definition it is.
-        edited_at: when that was made.
-        added: the edit since which there has been a definition.
-        registered: the edit whose schedule is stored; 0: none yet; None: that of a configuration.
-    """
-
-    schedule: str
-    anchor: dt.datetime
-    due_at: dt.datetime | None
-    task_id: str | None
-    published_at: dt.datetime | None
-    total_run_count: int
-    next_due_at: dt.datetime | None
-    paused_until: dt.datetime | None = None
-    task: str | None = None
-    definition: str | None = None
-    revision: int = 0
-    edited_at: dt.datetime | None = None
-    added: int | None = None
-    registered: int | None = None
-
-    @property
-    def unconfirmed(self) -> bool:
-        """Whether an occurrence is claimed whose message was perhaps never sent."""
-        return self.due_at is not None and self.published_at is None
-
-    @property
-    def sent(self) -> bool:
-        """Whether the message of its last occurrence has been handed over."""
-        return self.due_at is not None and self.published_at is not None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """An entry that is new, or whose schedule or task was edited.
-
-    Attributes:
-        entry: the entry's name.
-        task: the task's name.
-        schedule: its schedule in canonical text.
-        anchor: from where its intervals are counted.
-        next_due_at: the occurrence that comes next; None: there is none.
-        registered: which edit of its definition in the database it is, or None.
-    """
-
-    entry: str
-    task: str
-    schedule: str
-    anchor: dt.datetime
-    next_due_at: dt.datetime | None
-    registered: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reset:
-    """An entry whose claims are of a time that has not come yet, since the clock was set back.
-
-    Attributes:
-        entry: the entry's name.
-        anchor: from where its intervals are counted now.
-        due_at: the newest occurrence that is due, or None.
-        next_due_at: the one after it.
-    """
-
-    entry: str
-    anchor: dt.datetime
-    due_at: dt.datetime | None
-    next_due_at: dt.datetime | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """An entry of whose missed occurrences none is made up, or that is paused.
-
-    Attributes:
-        entry: the entry's name.
-        task: the task's name.
-        next_due_at: when it is due again; None: as long as it is paused it is not.
-        recorded: the task keeps a row in the ledger.
-        missed: the occurrences that nobody sends any more.
-        revision: as of ``Occurrence``.
-    """
-
-    entry: str
-    task: str
-    next_due_at: dt.datetime | None
-    recorded: bool
-    missed: tuple[dt.datetime, ...]
-    revision: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Occurrence:
-    """One occurrence of one entry, from its claim to its confirmation.
-
-    Attributes:
-        entry: the entry's name.
-        task: the task's name.
-        due_at: when it is due.
-        next_due_at: when the entry is due after it.
-        task_id: the id of its message, the same whoever sends it.
-        recorded: the task keeps a row in the ledger.
-        late: it is made up for, together with others of its entry: when its run meets the one
-            before, it waits for it instead of being skipped as an overlap.
-        missed: earlier occurrences that nobody sends any more.
-        revision: the edit of the definition in the database that it is planned by; None: it is
-            planned by the configuration.
-        period: the label under which it is recorded.
-    """
-
-    entry: str
-    task: str
-    due_at: dt.datetime
-    next_due_at: dt.datetime | None
-    task_id: str
-    recorded: bool
-    late: bool = False
-    missed: tuple[dt.datetime, ...] = ()
-    revision: int | None = None
-    period: str = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        # Made once: it is asked for at each step of a burst.
-        object.__setattr__(self, "period", periods.occurrence(self.due_at))
 
 
 class Leader(Protocol):
@@ -181,11 +37,6 @@ class Leader(Protocol):
     def send(self, query: bytes, parameters: Mapping[str, Any]) -> answers.Answer:
         """Send one and do not wait."""
         ...
-
-
-def task_id(namespace: str, entry: str, due_at: dt.datetime) -> str:
-    """Return the id of the message of an occurrence: a function of these three alone."""
-    return str(uuid.uuid5(_TASK_IDS, f"{namespace}:{entry}\0{periods.occurrence(due_at)}"))
 
 
 class ScheduleStore:
@@ -211,16 +62,16 @@ class ScheduleStore:
         self._schema = schema_name
         self._leader = leader
 
-    def load(self, only: Collection[str] | None = None) -> dict[str, Stored]:
+    def load(self, only: Collection[str] | None = None) -> dict[str, beat_rows.Stored]:
         """Return all entries of the namespace that were ever seen, or those with these names.
 
         Raises:
             LeadershipLost: as all of these methods do.
         """
-        names = [field.name for field in dataclasses.fields(Stored)]
+        names = [field.name for field in dataclasses.fields(beat_rows.Stored)]
         pages = self._pages() if only is None else self._pages_of([*only])
         return {
-            row.entry: Stored(**{name: getattr(row, name) for name in names})
+            row.entry: beat_rows.Stored(**{name: getattr(row, name) for name in names})
             for rows in pages
             for row in rows
         }
@@ -241,11 +92,11 @@ class ScheduleStore:
         """Return until when entries are or were paused; what was due before that is not sent."""
         return {row.entry: row.paused_until for row in self._run(schedule_statements.PAUSED, {})}
 
-    def register(self, registrations: Sequence[Registration]) -> None:
+    def register(self, registrations: Sequence[beat_rows.Registration]) -> None:
         """Store entries that are new or edited."""
         for start in range(0, len(registrations), _PAGE):
             page = registrations[start : start + _PAGE]
-            self._run(schedule_statements.REGISTER, _columns(page, Registration))
+            self._run(schedule_statements.REGISTER, _columns(page, beat_rows.Registration))
 
     def leave(self, names: Collection[str], term: int) -> None:
         """Record that nothing is due of these entries any more, because they were removed.
@@ -254,11 +105,11 @@ class ScheduleStore:
         """
         self._run(schedule_statements.LEAVE, {"names": [*names], "term": term})
 
-    def reset(self, resets: Sequence[Reset], term: int) -> None:
+    def reset(self, resets: Sequence[beat_rows.Reset], term: int) -> None:
         """Bring entries back to the present whose last claim was due after it."""
-        self._run(schedule_statements.RESET, {**_columns(resets, Reset), "term": term})
+        self._run(schedule_statements.RESET, {**_columns(resets, beat_rows.Reset), "term": term})
 
-    def claim(self, occurrences: Sequence[Occurrence], term: int) -> set[str]:
+    def claim(self, occurrences: Sequence[beat_rows.Occurrence], term: int) -> set[str]:
         """Claim one occurrence for each of several entries; return the entries it worked for.
 
         It does not for an entry whose last claim is not confirmed, nor in another's term, nor
@@ -267,30 +118,32 @@ class ScheduleStore:
         """
         return self.begin_claim(occurrences, term)()
 
-    def begin_claim(self, occurrences: Sequence[Occurrence], term: int) -> Callable[[], set[str]]:
+    def begin_claim(
+        self, occurrences: Sequence[beat_rows.Occurrence], term: int
+    ) -> Callable[[], set[str]]:
         """Begin to ``claim``, and return what waits for the end of it and says what it says."""
         answer = self._begin(
             schedule_statements.CLAIM,
             {
-                **_columns(occurrences, Occurrence),
+                **_columns(occurrences, beat_rows.Occurrence),
                 **_missed(occurrences),
                 "term": term,
             },
         )
         return lambda: {row.entry for row in answer()}
 
-    def pass_over(self, passed: Sequence[Passed], term: int) -> None:
+    def pass_over(self, passed: Sequence[beat_rows.Passed], term: int) -> None:
         """Record what nobody sends any more, and when these entries are due again."""
         self._run(
             schedule_statements.MOVE_ON,
-            {**_columns(passed, Passed), **_missed(passed), "term": term},
+            {**_columns(passed, beat_rows.Passed), **_missed(passed), "term": term},
         )
 
-    def confirm(self, occurrences: Sequence[Occurrence]) -> None:
+    def confirm(self, occurrences: Sequence[beat_rows.Occurrence]) -> None:
         """Record that the messages of these occurrences have been handed to the broker."""
         self.begin_confirm(occurrences)()
 
-    def begin_confirm(self, occurrences: Sequence[Occurrence]) -> Callable[[], object]:
+    def begin_confirm(self, occurrences: Sequence[beat_rows.Occurrence]) -> Callable[[], object]:
         """Begin to ``confirm``, and return what waits for the end of it."""
         return self._begin(
             schedule_statements.CONFIRM,
@@ -326,7 +179,7 @@ def _columns(items: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
     }
 
 
-def _missed(items: Sequence[Occurrence | Passed]) -> dict[str, list[Any]]:
+def _missed(items: Sequence[beat_rows.Occurrence | beat_rows.Passed]) -> dict[str, list[Any]]:
     missed = [(item.entry, due) for item in items for due in item.missed]
     return {
         "missed_entry": [entry for entry, _ in missed],

@@ -6,11 +6,7 @@ and never SQLAlchemy's, which reconnects silently: the lock would be gone and no
 belongs to the process that opened it, serves one run at a time, and is never reconnected:
 when anything goes wrong it is closed, which is the one sure way to free a lock.
 
-A fork hands the child a copy of the socket. A child that closed it would end its parent's
-session; a child that only kept it would keep the lock alive after its parent's death. The
-fork hook below lays ``/dev/null`` over the inherited descriptors, which does neither. It knows
-of sessions, not of a connection that another thread is just opening: whoever opens one asks
-``forks()`` before and after, and opens another when the number has changed.
+A fork hands the child a copy of the socket, over which ``forks`` lays ``/dev/null``.
 """
 
 from __future__ import annotations
@@ -23,16 +19,15 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import psycopg
 from psycopg import generators
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import namedtuple_row
 
-from celery_pglock import connections, prepared
+from celery_pglock import connections, forks, prepared
 
 Level = Literal["session", "transaction"]
 
@@ -115,7 +110,7 @@ class Session:
         # Advisory locks are re-entrant: asked twice, the server says yes twice and wants two
         # unlocks. So what this session holds is known here and asked for never again.
         self.held: set[int] = set()
-        _opened[id(self)] = self
+        forks.watch(self)
 
     @property
     def alive(self) -> bool:
@@ -277,15 +272,15 @@ class Session:
     def leave(self) -> None:
         """Have no more to do with the connection, which stays open: it belongs to somebody else."""
         self.on_close = None
-        _opened.pop(id(self), None)
+        forks.forget(self)
 
     def close(self) -> None:
         """Close the session, which frees all its locks; never raises, may be called twice."""
         self.held.clear()
-        _opened.pop(id(self), None)
+        forks.forget(self)
         if self.owner != os.getpid():
             # An inherited copy: Terminate would end the parent's session.
-            _blind(self.connection)
+            forks.blind(self.connection)
             return
         told, self.on_close = self.on_close, None
         if told is not None and (hold := told()) is not None:
@@ -316,69 +311,13 @@ def server_now(session: Session) -> dt.datetime:
     return moment
 
 
-_opened: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-
-
 def opened() -> Iterator[Session]:
     """Yield the lock sessions that this process has open."""
-    return (session for session in list(_opened.values()) if session.owner == os.getpid())
-
-
-@contextlib.contextmanager
-def forks() -> Iterator[int]:
-    """Keep this process from forking for the length of a block; how many times it has forked."""
-    with _Forks.mutex:
-        yield _Forks.number
-
-
-class _Forks:
-    """The forks of this process.
-
-    The mutex is reentrant because a signal's handler may fork in the very thread that has it.
-    """
-
-    number: ClassVar[int] = 0
-    mutex: ClassVar[threading.RLock] = threading.RLock()
-
-
-def _begin_fork() -> None:
-    _Forks.mutex.acquire()
-    _Forks.number += 1
-
-
-def _end_fork_in_parent() -> None:
-    _Forks.mutex.release()
-
-
-def _end_fork_in_child() -> None:
-    # It is held by the fork, which ends here.
-    _Forks.mutex = threading.RLock()
-    _blind_inherited_sessions()
+    here = os.getpid()
+    return (each for each in forks.watched() if isinstance(each, Session) and each.owner == here)
 
 
 def _readable(descriptor: int, within: float = 0.0) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP | select.POLLERR)
     return bool(poller.poll(max(0.0, within) * 1000))
-
-
-def _blind(connection: psycopg.Connection[Any]) -> None:
-    with contextlib.suppress(psycopg.Error, OSError, ValueError):
-        null = os.open(os.devnull, os.O_RDWR)
-        try:
-            os.dup2(null, connection.fileno(), inheritable=False)
-        finally:
-            os.close(null)
-
-
-def _blind_inherited_sessions() -> None:
-    for session in list(_opened.values()):
-        _blind(session.connection)
-    _opened.clear()
-
-
-os.register_at_fork(
-    before=_begin_fork,
-    after_in_parent=_end_fork_in_parent,
-    after_in_child=_end_fork_in_child,
-)

@@ -12,7 +12,7 @@ from typing import Final
 
 import psycopg
 
-from celery_pglock import connections, errors, guards, monitor, sessions
+from celery_pglock import connections, errors, forks, guards, monitor, sessions
 
 # A session-level session prepares its statements at once, because planning the claim costs as
 # much as running it. A transaction-level session may stand behind a pooler, where named
@@ -61,16 +61,16 @@ def open_session(
 
 def _connect(plan: sessions.Plan) -> sessions.Session:
     for _ in range(_FORKED_MEANWHILE):
-        with sessions.forks() as before:
+        with forks.kept_away() as before:
             pass
         session = _connect_once(plan)
-        with sessions.forks() as after:
+        with forks.kept_away() as after:
             if after == before:
                 return session
         # A child has a copy of this socket, of which no hook knew, and would keep our locks
         # after our death. A session that is closed ends, whoever else has its socket.
         session.close()
-    with sessions.forks():
+    with forks.kept_away():
         return _connect_once(plan)
 
 

@@ -14,7 +14,7 @@ import pytest
 import redis
 from celery.schedules import schedule
 
-from celery_pglock import periods, schedule_store, schedules
+from celery_pglock import beat_rows, periods, schedules
 from tests.support.processes import Process, eventually
 from tests.support.stage import MakeStage, Stage
 
@@ -64,7 +64,7 @@ class Play:
         )
 
     def task_id(self, entry: str = "one") -> str:
-        return schedule_store.task_id(self.stage.namespace, entry, self.due)
+        return beat_rows.task_id(self.stage.namespace, entry, self.due)
 
     def row(self, *columns: str, job: str = "stage:one", period: str | None = None) -> Any:
         found = self.stage.rows(

@@ -15,7 +15,7 @@ from celery_pglock import beat, errors, leadership
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_pglock import schedule_store
+    from celery_pglock import beat_rows
 
 
 class _Trusting(leadership.Leadership):
@@ -54,14 +54,12 @@ class Trusting(beat.LeaderScheduler):
         store: Any = self._leading.store
         claim, confirm = store.begin_claim, store.begin_confirm
 
-        def claim_or_not(
-            due: Sequence[schedule_store.Occurrence], term: int
-        ) -> Callable[[], set[str]]:
+        def claim_or_not(due: Sequence[beat_rows.Occurrence], term: int) -> Callable[[], set[str]]:
             with contextlib.suppress(errors.LeadershipLost):
                 claim(due, term)()
             return lambda: {occurrence.entry for occurrence in due}
 
-        def confirm_or_not(sent: Sequence[schedule_store.Occurrence]) -> Callable[[], object]:
+        def confirm_or_not(sent: Sequence[beat_rows.Occurrence]) -> Callable[[], object]:
             with contextlib.suppress(errors.LeadershipLost):
                 confirm(sent)()
             return lambda: None

@@ -11,8 +11,8 @@ from typing_extensions import override
 from celery_pglock import (
     beat,
     beat_events,
+    beat_rows,
     schedule_statements,
-    schedule_store,
     schedules,
     sessions,
     settings,
@@ -78,7 +78,7 @@ class ForgetsWhatIsUnconfirmed(beat.LeaderScheduler):
         super().setup_schedule()
         load = self._leading.store.load
 
-        def as_if_confirmed(only: Any = None) -> dict[str, schedule_store.Stored]:
+        def as_if_confirmed(only: Any = None) -> dict[str, beat_rows.Stored]:
             return {
                 name: dataclasses.replace(stored, published_at=stored.published_at or stored.anchor)
                 for name, stored in load(only).items()
@@ -95,7 +95,7 @@ class NewIdEachTime(beat.LeaderScheduler):
         def random(namespace: str, entry: str, due_at: dt.datetime) -> str:  # noqa: ARG001
             return str(uuid.uuid4())
 
-        schedule_store.task_id = random
+        beat_rows.task_id = random
         super().setup_schedule()
 
 
@@ -108,7 +108,7 @@ class CountsFromTheLastRun(beat.LeaderScheduler):
         load = self._leading.store.load
         zone = settings.of(self.app).zone
 
-        def edited(name: str, stored: schedule_store.Stored) -> Any:
+        def edited(name: str, stored: beat_rows.Stored) -> Any:
             entry = self.schedule.get(name)
             text = None if entry is None else schedules.canonical(entry.schedule, zone)
             if entry is None or text is None or text == stored.schedule or stored.due_at is None:
@@ -116,7 +116,7 @@ class CountsFromTheLastRun(beat.LeaderScheduler):
             due = schedules.read(entry.schedule, zone, stored.due_at)
             return dataclasses.replace(stored, schedule=text, next_due_at=due.after(stored.due_at))
 
-        def load_edited(only: Any = None) -> dict[str, schedule_store.Stored]:
+        def load_edited(only: Any = None) -> dict[str, beat_rows.Stored]:
             return {name: edited(name, stored) for name, stored in load(only).items()}
 
         self._leading.store.load = load_edited  # type: ignore[method-assign]

@@ -105,10 +105,10 @@ def _unwatched() -> None:
 
 def _inherited() -> None:
     """A child keeps the sockets of its parent."""
-    from celery_pglock import sessions
+    from celery_pglock import forks
 
-    patched: Any = sessions
-    patched._blind = lambda _: None  # noqa: SLF001 - what the hook does in the child
+    patched: Any = forks
+    patched.blind = lambda _: None
 
 
 _RULES: Final[dict[str, Callable[[], None]]] = {

@@ -20,7 +20,15 @@ import pytest
 import redis
 from typing_extensions import override
 
-from celery_pglock import beat, claims, leadership, ledger, schedule_statements, schedule_store
+from celery_pglock import (
+    beat,
+    beat_rows,
+    claims,
+    leadership,
+    ledger,
+    schedule_statements,
+    schedule_store,
+)
 from celery_pglock.demo.servers import ValkeyServer
 from tests.apps import beat_variants
 from tests.integration.workbench import Gate, Sessions, replaced, work
@@ -219,17 +227,17 @@ def test_a_confirmation_must_not_open_a_run_that_a_fast_worker_has_done(
     store = schedule_store.ScheduleStore("app", "pglock", leader)
     store.register(
         [
-            schedule_store.Registration(
+            beat_rows.Registration(
                 entry="report", task="report", schedule="daily", anchor=DUE, next_due_at=DUE
             )
         ]
     )
-    occurrence = schedule_store.Occurrence(
+    occurrence = beat_rows.Occurrence(
         entry="report",
         task="report",
         due_at=DUE,
         next_due_at=None,
-        task_id=schedule_store.task_id("app", "report", DUE),
+        task_id=beat_rows.task_id("app", "report", DUE),
         recorded=True,
     )
     assert store.claim([occurrence], 1) == {"report"}

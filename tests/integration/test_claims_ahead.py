@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from celery_pglock import dispatch, errors, leadership
-from celery_pglock.schedule_store import Occurrence
+from celery_pglock.beat_rows import Occurrence
 from tests.integration.test_dispatch import ONE_BY_ONE, Bench, benched, overdue
 from tests.integration.workbench import terminate
 from tests.support.databases import Database

@@ -8,8 +8,9 @@ from typing import Final
 
 import pytest
 
-from celery_pglock import leadership, periods, schedule_store
-from celery_pglock.schedule_store import Occurrence, Passed, Registration, Reset, ScheduleStore
+from celery_pglock import beat_rows, leadership, periods, schedule_store
+from celery_pglock.beat_rows import Occurrence, Passed, Registration, Reset
+from celery_pglock.schedule_store import ScheduleStore
 from tests.support.databases import Database
 
 DUE: Final = dt.datetime(2026, 11, 29, 12, tzinfo=dt.UTC)
@@ -46,7 +47,7 @@ def occurrence(due_at: dt.datetime) -> Occurrence:
         task="report",
         due_at=due_at,
         next_due_at=due_at + MINUTE,
-        task_id=schedule_store.task_id("app", "a", due_at),
+        task_id=beat_rows.task_id("app", "a", due_at),
         recorded=True,
     )
 

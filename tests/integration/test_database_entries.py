@@ -18,12 +18,12 @@ from celery_pglock import (
     Entry,
     LockedTask,
     beat,
+    beat_rows,
     database_entries,
     elections,
     entry_rows,
     errors,
     schedule_statements,
-    schedule_store,
 )
 from celery_pglock.schedule_store import ScheduleStore
 from tests.integration.test_changed_schedule import QUEUE, arguments, leading_after_tick
@@ -368,12 +368,12 @@ def test_a_claim_that_is_not_sent_yet_is_sent_although_its_entry_is_edited(
     scheduler = lead()
     ((due,),) = database.rows("select next_due_at from pglock.beat_entries")
     store = ScheduleStore("kept", "pglock", scheduler._leadership)  # noqa: SLF001
-    torn = schedule_store.Occurrence(
+    torn = beat_rows.Occurrence(
         entry="a",
         task="report",
         due_at=due,
         next_due_at=None,
-        task_id=schedule_store.task_id("kept", "a", due),
+        task_id=beat_rows.task_id("kept", "a", due),
         recorded=False,
         revision=1,
     )

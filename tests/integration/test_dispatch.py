@@ -34,8 +34,9 @@ from celery_pglock import (
     sessions,
     stop_signals,
 )
+from celery_pglock.beat_rows import Occurrence
 from celery_pglock.demo.servers import ValkeyServer
-from celery_pglock.schedule_store import Occurrence, ScheduleStore
+from celery_pglock.schedule_store import ScheduleStore
 from tests.integration.workbench import terminate
 from tests.support.databases import Database
 from tests.support.processes import eventually

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import pytest
 
-from celery_pglock import leadership, schedule_statements, schedule_store
-from celery_pglock.schedule_store import Occurrence, Passed, Registration, ScheduleStore
+from celery_pglock import beat_rows, leadership, schedule_statements, schedule_store
+from celery_pglock.beat_rows import Occurrence, Passed, Registration
+from celery_pglock.schedule_store import ScheduleStore
 from tests.integration.workbench import Overheard
 from tests.support.databases import Database
 
@@ -54,7 +55,7 @@ def occurrence(entry: str = "a", due_at: dt.datetime = DUE, **more: Any) -> Occu
     given: dict[str, Any] = {
         "task": "report",
         "next_due_at": due_at + MINUTE,
-        "task_id": schedule_store.task_id("app", entry, due_at),
+        "task_id": beat_rows.task_id("app", entry, due_at),
         "recorded": True,
         **more,
     }
@@ -71,12 +72,12 @@ def period(moment: dt.datetime) -> str:
 def test_a_task_id_is_a_function_of_namespace_entry_and_instant() -> None:
     """Golden: a release that computed another one would send a second message."""
     expected = "7c47b8a3-4ad0-5695-985d-8aab9de94544"
-    assert schedule_store.task_id("app", "a", DUE) == expected
+    assert beat_rows.task_id("app", "a", DUE) == expected
     elsewhere = DUE.astimezone(dt.timezone(dt.timedelta(hours=5, minutes=30)))
-    assert schedule_store.task_id("app", "a", elsewhere) == expected
+    assert beat_rows.task_id("app", "a", elsewhere) == expected
     assert uuid.UUID(expected).version == 5
     others = itertools.product(["app", "shop"], ["a", "b"], [DUE, DUE + dt.timedelta.resolution])
-    assert len({schedule_store.task_id(*other) for other in others}) == 8
+    assert len({beat_rows.task_id(*other) for other in others}) == 8
 
 
 # --- claim, publish, confirm ------------------------------------------------------------------

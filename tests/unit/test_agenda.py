@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from celery_pglock import occurrences, schedule_store
+from celery_pglock import beat_rows, occurrences
 from celery_pglock.agenda import Agenda
 from celery_pglock.plans import FOREVER, Planned
 
@@ -35,7 +35,7 @@ def planned(name: str, text: str = EVERY_MINUTE, **more: Any) -> Planned:
     return Planned(name=name, text=text, **given)
 
 
-def known(next_in: float | None, **more: Any) -> schedule_store.Stored:
+def known(next_in: float | None, **more: Any) -> beat_rows.Stored:
     """Return a stored entry whose next occurrence is that many minutes after NOW."""
     next_due_at = None if next_in is None else NOW + MINUTE * next_in
     given: dict[str, Any] = {
@@ -48,16 +48,16 @@ def known(next_in: float | None, **more: Any) -> schedule_store.Stored:
         "next_due_at": next_due_at,
         **more,
     }
-    return schedule_store.Stored(**given)
+    return beat_rows.Stored(**given)
 
 
 def take_over(
     agenda: Agenda,
     entries: Iterable[Planned],
-    stored: dict[str, schedule_store.Stored] | None = None,
+    stored: dict[str, beat_rows.Stored] | None = None,
     *,
     after_downtime: bool = False,
-) -> list[schedule_store.Registration]:
+) -> list[beat_rows.Registration]:
     return agenda.take_over(
         entries,
         stored or {},
@@ -67,7 +67,7 @@ def take_over(
     )
 
 
-def minutes(occurrence: schedule_store.Occurrence) -> float:
+def minutes(occurrence: beat_rows.Occurrence) -> float:
     return (occurrence.due_at - NOW) / MINUTE
 
 
@@ -88,7 +88,7 @@ def send_all(agenda: Agenda, now: dt.datetime) -> list[tuple[float, bool, list[f
 def test_a_new_entry_counts_from_now() -> None:
     agenda = Agenda("app")
     (registration,) = take_over(agenda, [planned("a")])
-    assert registration == schedule_store.Registration(
+    assert registration == beat_rows.Registration(
         entry="a", task="report", schedule=EVERY_MINUTE, anchor=NOW, next_due_at=NOW + MINUTE
     )
     assert agenda.next_due_at == NOW + MINUTE
@@ -127,7 +127,7 @@ def test_what_was_claimed_and_not_confirmed_comes_first_with_its_instant_and_id(
     assert take_over(agenda, [planned("a"), planned("b")], {"a": claimed, "b": known(-1)}) == []
     (unsent,) = agenda.unsent.values()
     assert (unsent.entry, minutes(unsent), unsent.late) == ("a", -2, True)
-    assert unsent.task_id == schedule_store.task_id("app", "a", NOW - 2 * MINUTE)
+    assert unsent.task_id == beat_rows.task_id("app", "a", NOW - 2 * MINUTE)
     # Until it is sent, nothing else of that entry is.
     assert [occurrence.entry for occurrence in agenda.pop(NOW, 10)] == ["b"]
     assert agenda.pop(NOW, 10) == []
@@ -168,10 +168,10 @@ def take_up(
     agenda: Agenda,
     edited: Collection[Planned] = (),
     removed: Collection[str] = (),
-    stored: dict[str, schedule_store.Stored] | None = None,
+    stored: dict[str, beat_rows.Stored] | None = None,
     *,
     missed_until: dt.datetime | None = None,
-) -> list[schedule_store.Registration]:
+) -> list[beat_rows.Registration]:
     return agenda.take_up(edited, removed, stored or {}, now=NOW, missed_until=missed_until)
 
 
@@ -200,7 +200,7 @@ def test_an_entry_that_is_added_counts_from_now_and_the_others_stay() -> None:
         agenda, [every(20)], {"a": known(7, schedule="every 20 minutes", due_at=NOW - 13 * MINUTE)}
     )
     (registration,) = take_up(agenda, [every(30, "b")])
-    assert registration == schedule_store.Registration(
+    assert registration == beat_rows.Registration(
         entry="b",
         task="report",
         schedule="every 30 minutes",
@@ -419,7 +419,7 @@ def test_with_no_catch_up_all_are_missed_and_the_next_is_not_sent_before_it_is_d
     take_over(agenda, [planned("a", catchup=0)], {"a": known(-4)}, after_downtime=True)
     assert agenda.pop(NOW, 500) == []
     (passed,) = agenda.passed_over
-    assert passed == schedule_store.Passed(
+    assert passed == beat_rows.Passed(
         entry="a",
         task="report",
         next_due_at=NOW + MINUTE,

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from celery_pglock import occurrences, schedule_store
+from celery_pglock import beat_rows, occurrences
 from celery_pglock.agenda import Agenda
 from celery_pglock.plans import Planned
 from tests.unit.test_agenda import EVERY_MINUTE, MINUTE, NOW, known, planned, send_all
@@ -20,8 +20,8 @@ RESOLUTION: Final = dt.timedelta.resolution
 
 
 def set_back(
-    agenda: Agenda, entry: Planned, stored: schedule_store.Stored, **more: Any
-) -> list[schedule_store.Registration]:
+    agenda: Agenda, entry: Planned, stored: beat_rows.Stored, **more: Any
+) -> list[beat_rows.Registration]:
     given: dict[str, Any] = {"now": THEN, "missed_until": None, "clock_was": NOW, **more}
     return agenda.take_over([entry], {entry.name: stored}, between=lambda: None, **given)
 
