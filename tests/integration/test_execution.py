@@ -157,8 +157,11 @@ class Subject:
 
 
 @pytest.fixture
-def subject(mode: Mode, database: Database, lock_sessions: Sessions) -> Subject:
-    return Subject(mode, database, lock_sessions)
+def subject(mode: Mode, database: Database, lock_sessions: Sessions) -> Iterator[Subject]:
+    # The collector, called after each strike, need not look through what was there before.
+    gc.freeze()
+    yield Subject(mode, database, lock_sessions)
+    gc.unfreeze()
 
 
 def backend(run: runs.Run, database: Database) -> int:

@@ -32,7 +32,7 @@ from tests.support.databases import Database
 from tests.support.history import History
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import eventually
-from tests.support.servers import POSTGRES_SETTINGS, TestedPostgres
+from tests.support.servers import POSTGRES_SETTINGS, TestedPostgres, in_memory
 
 NAMESPACE = "shown"
 LOCK = "select pg_advisory_lock(%s)"
@@ -510,7 +510,7 @@ def test_through_a_transaction_pooler_it_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_of_a_standby_server_it_shows_the_rows_and_says_that_locks_are_elsewhere() -> None:
-    with PostgresServer(POSTGRES_SETTINGS) as primary:
+    with PostgresServer(POSTGRES_SETTINGS, place=in_memory()) as primary:
         migrating.migrate(primary.url())
         History(primary.url(), NAMESPACE).row("often", "running", 60)
         with primary.standby() as standby:

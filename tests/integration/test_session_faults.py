@@ -57,7 +57,7 @@ from tests.support.namespaces import (
 )
 from tests.support.processes import Process, Processes, eventually
 from tests.support.proxy import Proxy
-from tests.support.servers import CRASH_SAFE
+from tests.support.servers import CRASH_SAFE, in_memory
 
 LOST_AFTER = 1.0
 # The documented bound for a client that has vanished.
@@ -368,7 +368,7 @@ def test_a_transaction_that_idles_for_too_long(database: Database, make_holder: 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
     """A server that the tests of this file end, one after the other."""
-    with PostgresServer(CRASH_SAFE) as server:
+    with PostgresServer(CRASH_SAFE, place=in_memory()) as server:
         migrating.migrate(server.url())
         yield server
 

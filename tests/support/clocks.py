@@ -23,7 +23,7 @@ import pytest
 from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer, binaries
 from tests.support.requirements import require
-from tests.support.servers import CRASH_SAFE
+from tests.support.servers import CRASH_SAFE, in_memory
 
 _SOURCE = Path(__file__).with_name("wall_clock.c")
 
@@ -108,7 +108,7 @@ class ClockedServer:
 def clocked_server(make_clock: MakeClock) -> Iterator[ClockedServer]:
     """A PostgreSQL of this test's own whose clock the test may set."""
     clock = make_clock()
-    server = PostgresServer(CRASH_SAFE)
+    server = PostgresServer(CRASH_SAFE, place=in_memory())
     server.env = dict(clock.env)
     with server:
         migrating.migrate(server.url(), "pglock")

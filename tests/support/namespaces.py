@@ -18,7 +18,7 @@ import psycopg
 from celery_pglock import migrating
 from celery_pglock.demo.servers import PostgresServer
 from tests.support.requirements import require
-from tests.support.servers import CRASH_SAFE
+from tests.support.servers import CRASH_SAFE, in_memory
 
 IP: Final = shutil.which("ip") or "/usr/sbin/ip"
 
@@ -150,7 +150,7 @@ def require_namespaces() -> None:
 def far_postgres(*namespaces: Namespace) -> Iterator[PostgresServer]:
     """A PostgreSQL with our tables, at 127.0.0.1 and on the wires of the namespaces."""
     addresses = ",".join(["127.0.0.1", *(namespace.server for namespace in namespaces)])
-    with PostgresServer({**CRASH_SAFE, "listen_addresses": addresses}) as server:
+    with PostgresServer({**CRASH_SAFE, "listen_addresses": addresses}, place=in_memory()) as server:
         with (server.data_dir / "pg_hba.conf").open("a") as rules:
             rules.write("host all all 198.18.0.0/15 trust\n")
         with psycopg.connect(server.url(), autocommit=True) as connection:

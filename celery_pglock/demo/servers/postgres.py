@@ -31,6 +31,7 @@ class PostgresServer(private.PrivateServer):
 
     Args:
         settings: Server settings by name. Change `settings` and `restart` to try others.
+        place: Where its directory is made; by default where temporary files are.
 
     Raises:
         BinariesNotFoundError: There is no PostgreSQL on this machine.
@@ -44,10 +45,14 @@ class PostgresServer(private.PrivateServer):
 
     name = "PostgreSQL"
 
-    def __init__(self, settings: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self, settings: Mapping[str, str | int] | None = None, *, place: Path | None = None
+    ) -> None:
         self._account = children.Account.unprivileged()
         self._bin = binaries.runnable(binaries.postgres_bin(), by_others=self._account is not None)
-        super().__init__("pglock-pg-", binaries.place_for(others=self._account is not None))
+        super().__init__(
+            "pglock-pg-", place or binaries.place_for(others=self._account is not None)
+        )
         self.settings: dict[str, str | int] = dict(settings or {})
         self.env: dict[str, str] = {}
         self.data_dir = self._base / "data"
