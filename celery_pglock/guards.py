@@ -23,6 +23,8 @@ _log: Final = logging.getLogger("celery_pglock.sessions")
 # none compiled: a clean-up that is estimated to be dear would take longer to compile than to run.
 # A transaction-level session runs the body's SQL, under the role's own settings.
 _OF_OUR_OWN_STATEMENTS: Final = {"statement_timeout": "15000", "jit": "off"}
+# How often a second connection changes its server process, to see whether ours changes too.
+_LOOKS: Final = 10
 # What has been warned of, once per process.
 _warned: set[str] = set()
 
@@ -195,21 +197,26 @@ def _transaction_pooling(session: sessions.Session, plan: sessions.Plan) -> bool
     While the second connection is in a transaction it keeps a server process to itself. In
     session mode ours stays where it was. In transaction mode either the second was given the
     very process that served us, or we are given other processes from one statement to the
-    next; or none is left and the statement waits in the pooler.
+    next: at the latest the one that the second has just given back, since a pooler that is
+    quiet hands out what it used last. Or none is left and the statement waits in the pooler.
     """
     other = connections.connect(plan.target, application=plan.application, prepare_threshold=None)
+
+    def moved() -> bool:
+        ours = session.execute(b"select pg_catalog.pg_backend_pid() as pid")
+        return bool(ours.pid != session.pid)
+
     with contextlib.closing(other):
-        try:
-            other.execute("begin")
-        except psycopg.errors.ProtocolViolation:
-            # pgbouncer's answer in statement mode: it allows no transactions at all.
-            return True
-        row = other.execute("select pg_catalog.pg_backend_pid()").fetchone()
-        if row is None or row[0] == session.pid:
-            return True
-        for _ in range(20):
-            ours = session.execute(b"select pg_catalog.pg_backend_pid() as pid")
-            if ours.pid != session.pid:
+        for _ in range(_LOOKS):
+            try:
+                other.execute("begin")
+            except psycopg.errors.ProtocolViolation:
+                # pgbouncer's answer in statement mode: it allows no transactions at all.
                 return True
-        other.execute("rollback")
+            row = other.execute("select pg_catalog.pg_backend_pid()").fetchone()
+            if row is None or row[0] == session.pid or moved():
+                return True
+            other.execute("rollback")
+            if moved():
+                return True
     return False

@@ -244,6 +244,9 @@ class Leadership:
             sent = session.send(query, parameters)
 
         def receive() -> list[Any]:
+            if session is not self._session:
+                # Whoever leads by now must not lose it to an answer from before.
+                raise self._not_held()
             with self._losing():
                 rows = session.receive(sent)
             self._proved_by(rows, started)
@@ -269,8 +272,11 @@ class Leadership:
     def _ready(self) -> sessions.Session:
         self.settle()
         if self._session is None or self.term is None:
-            raise errors.LeadershipLost(self.namespace, self.term or 0, "it was not held")
+            raise self._not_held()
         return self._session
+
+    def _not_held(self) -> errors.LeadershipLost:
+        return errors.LeadershipLost(self.namespace, self.term or 0, "it was not held")
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:

@@ -343,6 +343,17 @@ def test_a_statement_that_fails_after_it_was_sent_ends_the_leadership(candidate:
     leader.settle()  # of a session that is gone nothing is awaited
 
 
+def test_an_answer_from_an_earlier_term_does_not_end_this_one(candidate: Stand) -> None:
+    leader = candidate()
+    elected(leader)
+    answer = leader.send(b"select 1 as one")
+    leader.resign()
+    assert elected(leader).term == 2
+    with pytest.raises(errors.LeadershipLost, match="it was not held"):
+        answer.rows()
+    assert leader.held
+
+
 def test_the_server_ends_a_leader_that_is_silent_for_the_lease(
     database: Database, candidate: Stand
 ) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -33,7 +34,7 @@ from celery_pglock import (
     working_transactions,
 )
 from celery_pglock.demo.servers import PostgresServer, children
-from tests.integration.workbench import Sessions, advisory_locks, terminate, work
+from tests.integration.workbench import Sessions, advisory_locks, plan, terminate, work
 from tests.support.databases import Database
 from tests.support.pgbouncer import StartPgBouncer
 from tests.support.processes import Process, Processes, eventually
@@ -477,6 +478,39 @@ def test_a_transaction_pooler_is_refused_for_session_locks(
         for thread in busy:
             thread.join()
     assert not advisory_locks(database)
+
+
+def test_a_transaction_pooler_is_known_when_others_use_it_for_a_moment_only(
+    database: Database, pgbouncer: StartPgBouncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has our server process while the second connection is given its own, and no more."""
+    url = pgbouncer(database, "transaction", default_pool_size=3).url
+    connection = psycopg.connect(url, autocommit=True, prepare_threshold=None)
+    session = sessions.Session(connection, plan(url))
+    guards.vet(session)
+    one = psycopg.connect(url, prepare_threshold=None)
+    taken = one.execute("select pg_backend_pid()").fetchone()
+    assert taken == (session.pid,)
+    connect = connections.connect
+
+    def connect_second(*args: Any, **kwargs: Any) -> psycopg.Connection[Any]:
+        other = connect(*args, **kwargs)
+        execute = other.execute
+
+        def begin(*statement: Any, **more: Any) -> Any:
+            cursor = execute(*statement, **more)
+            one.rollback()
+            return cursor
+
+        other.execute = begin  # type: ignore[method-assign]
+        return other
+
+    monkeypatch.setattr(connections, "connect", connect_second)
+    try:
+        assert guards._transaction_pooling(session, plan(url))  # noqa: SLF001
+    finally:
+        one.close()
+        session.close()
 
 
 def test_a_pooler_in_session_mode_is_accepted(
