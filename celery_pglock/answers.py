@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,21 +14,28 @@ class Answer:
 
     Args:
         receive: waits for them.
+        uninterrupted: a signal that stops a beat waits too. Where the wait is interrupted the
+            answer is lost, and nobody knows what has become of the statement.
     """
 
-    def __init__(self, receive: Callable[[], list[Any]]) -> None:
+    def __init__(self, receive: Callable[[], list[Any]], *, uninterrupted: bool = False) -> None:
         self._receive = receive
+        self._uninterrupted = uninterrupted
         self._rows: list[Any] | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._rows is not None
 
     def rows(self) -> list[Any]:
         """Return the rows, for which it waits the first time.
-
-        A signal that stops a beat waits too: the statement is not cancelled.
 
         Raises:
             Exception: whatever the one raises who waits for them.
         """
         if self._rows is None:
-            with stop_signals.held_back():
+            held_back = stop_signals.held_back if self._uninterrupted else contextlib.nullcontext
+            with held_back():
                 self._rows = self._receive()
         return self._rows

@@ -1,7 +1,7 @@
 """Claim, publish, confirm: what a leader does with its agenda.
 
-None of these waits for the one before where it need not: while messages are published, the server
-records that those before them were handed over, and claims what comes after them.
+Where messages are kept until they are handed over together, none of these waits for the one before:
+meanwhile the server records the messages before them, and claims what comes after them.
 
 What the broker does not take stays claimed, and is published again with the same id: by this
 leader later, or by the next one first of all.
@@ -16,6 +16,7 @@ from typing import Final
 
 from celery_pglock import (
     agenda,
+    answers,
     beat_events,
     beat_rows,
     leadership,
@@ -36,7 +37,7 @@ _BROKER: Final = ""  # the broker's own back-off; no entry has an empty name
 
 
 _Failed = tuple[beat_rows.Occurrence, BaseException]
-_Recording = tuple[list[beat_rows.Occurrence], Callable[[], object]]
+_Recording = tuple[list[beat_rows.Occurrence], answers.Answer]
 
 
 class Dispatcher:
@@ -74,7 +75,7 @@ class Dispatcher:
         self.failures = 0
         self._held_back: dict[str, float] = {}
         self._back_off: dict[str, float] = {}
-        # What was handed over, and what waits until the server says that this is recorded.
+        # What was handed over, and what the server says to the record of it.
         self._recording: _Recording | None = None
 
     def begin(self) -> None:
@@ -136,8 +137,6 @@ class Dispatcher:
         claimed = [occurrence for occurrence in due if occurrence.entry in entries]
         self._agenda.unsent.update({occurrence.entry: occurrence for occurrence in claimed})
         if len(claimed) < len(due):
-            # What was handed over is told first: the leadership may end here.
-            self._settle()
             self._put_back([occurrence for occurrence in due if occurrence.entry not in entries])
         for occurrence in claimed:
             if occurrence.missed:
@@ -202,25 +201,24 @@ class Dispatcher:
         going_on = True
         try:
             while going_on and waiting and (now := time.monotonic()) < until:
-                claim = None
-                if len(waiting) <= _CONFIRM_EVERY and now < claim_until:
-                    claim = self._begin_claim()
-                going_on = self._send_batch(waiting, until)
-                if claim is not None:
-                    waiting.extend(claim())
+                going_on = self._send_batch(waiting, until, ahead=now < claim_until)
             self._settle()
         except BaseException:
-            # A signal that ends this process, for instance: what was handed over is told.
-            if self._candidate.leading:
-                self._settle()
+            # A signal that ends this process, for instance. What is recorded is told, also when
+            # the leadership has ended since; and for a claim nobody waits any more.
+            if self._recording and (self._candidate.leading or self._recording[1].arrived):
+                self._tell()
             raise
 
-    def _send_batch(self, waiting: collections.deque[beat_rows.Occurrence], until: float) -> bool:
+    def _send_batch(
+        self, waiting: collections.deque[beat_rows.Occurrence], until: float, *, ahead: bool
+    ) -> bool:
         """Publish the first of those that wait, and confirm them; return whether to go on.
 
         Where the transport can, they are handed over together, at the end of the batch. If
         that fails, or if it is not reached, each of them is in doubt, which is the same as
-        unsent: it stays claimed.
+        unsent: it stays claimed. And what comes after the last ones is claimed meanwhile, if
+        more is to be claimed ``ahead``.
         """
         candidate = self._candidate
         batch = self._publisher.batch()
@@ -230,8 +228,15 @@ class Dispatcher:
             return not self._put_off(waiting[0], error)
         until = min(until, time.monotonic() + _CONFIRM_WITHIN)
         sent: list[beat_rows.Occurrence] = []
+        claim = None
         with batch:
             try:
+                if not batch.gives_up:
+                    # Each message is out at once, and its record must not depend on what else
+                    # the server is doing: a statement that fails ends the session.
+                    self._settle()
+                elif ahead and len(waiting) <= _CONFIRM_EVERY and not self.failures:
+                    claim = self._begin_claim()
                 failed = self._fill(sent, waiting, until)
                 # What the server still has to say may be that this beat does not lead any more.
                 self._settle()
@@ -243,6 +248,8 @@ class Dispatcher:
                     self._finish(batch, sent)
                 raise
             lost = self._finish(batch, sent)
+        if claim is not None:
+            waiting.extend(claim())
         if lost is not None and not self._publisher.broke(lost):
             # Also when publishing one of them has failed: the broker may have meant another.
             self._publisher.one_by_one()
@@ -290,13 +297,18 @@ class Dispatcher:
         self._back_off.pop(_BROKER, None)
 
     def _settle(self) -> None:
-        """Wait for what the server has still to say, and plan on what was handed over."""
+        """Wait for what the server has still to say, and tell what was handed over."""
         self._candidate.settle()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wait until what was handed over is recorded; plan on, and tell of it."""
         if self._recording is None:
             return
         with stop_signals.held_back():
-            (sent, recorded), self._recording = self._recording, None
-            recorded()
+            sent, answer = self._recording
+            answer.rows()
+            self._recording = None
             for occurrence in sent:
                 self._agenda.sent(occurrence)
                 self._back_off.pop(occurrence.entry, None)

@@ -229,11 +229,22 @@ class Leadership:
         self._proved_by(rows, started)
         return rows
 
-    def send(self, query: bytes, parameters: Mapping[str, Any] | None = None) -> answers.Answer:
+    def send(
+        self,
+        query: bytes,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        uninterrupted: bool = False,
+    ) -> answers.Answer:
         """Send a leader's statement, as ``execute``, and do not wait for its answer.
 
         That is read when it is asked for, and before anything else is said over the session,
         which takes one statement at a time.
+
+        Args:
+            query: as for ``execute``.
+            parameters: as for ``execute``.
+            uninterrupted: a signal that stops this beat waits for the answer.
 
         Raises:
             LeadershipLost: as ``execute`` does.
@@ -252,7 +263,7 @@ class Leadership:
             self._proved_by(rows, started)
             return rows
 
-        self._awaited = answers.Answer(receive)
+        self._awaited = answers.Answer(receive, uninterrupted=uninterrupted)
         return self._awaited
 
     def settle(self) -> None:

@@ -34,7 +34,9 @@ class Leader(Protocol):
         """Run one and return its rows."""
         ...
 
-    def send(self, query: bytes, parameters: Mapping[str, Any]) -> answers.Answer:
+    def send(
+        self, query: bytes, parameters: Mapping[str, Any], *, uninterrupted: bool = False
+    ) -> answers.Answer:
         """Send one and do not wait."""
         ...
 
@@ -141,11 +143,11 @@ class ScheduleStore:
 
     def confirm(self, occurrences: Sequence[beat_rows.Occurrence]) -> None:
         """Record that the messages of these occurrences have been handed to the broker."""
-        self.begin_confirm(occurrences)()
+        self.begin_confirm(occurrences).rows()
 
-    def begin_confirm(self, occurrences: Sequence[beat_rows.Occurrence]) -> Callable[[], object]:
-        """Begin to ``confirm``, and return what waits for the end of it."""
-        return self._begin(
+    def begin_confirm(self, occurrences: Sequence[beat_rows.Occurrence]) -> answers.Answer:
+        """Begin to ``confirm``, and return the answer; a signal waits until that has come."""
+        query, parameters = self._bound(
             schedule_statements.CONFIRM,
             {
                 "entry": [o.entry for o in occurrences],
@@ -153,6 +155,7 @@ class ScheduleStore:
                 "period": [o.period for o in occurrences],
             },
         )
+        return self._leader.send(query, parameters, uninterrupted=True)
 
     def _run(self, template: str, parameters: Mapping[str, Any]) -> list[Any]:
         return self._leader.execute(*self._bound(template, parameters))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from typing_extensions import override
 
-from celery_pglock import beat, confirms
+from celery_pglock import answers, beat, confirms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,16 +55,18 @@ class _Struck(beat.LeaderScheduler):
         store = self._leading.store
         original = getattr(store, statement)
 
-        def struck(*arguments: Any) -> Callable[[], Any]:
+        def struck(*arguments: Any) -> Any:
             before()
-            wait = original(*arguments)
+            begun = original(*arguments)
+            recording = isinstance(begun, answers.Answer)
+            wait = begun.rows if recording else begun
 
             def answered() -> Any:
                 answer = wait()
                 after()
                 return answer
 
-            return answered
+            return answers.Answer(answered) if recording else answered
 
         setattr(store, statement, struck)
 

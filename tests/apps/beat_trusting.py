@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from celery_pglock import beat, errors, leadership
+from celery_pglock import answers, beat, errors, leadership
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ class Trusting(beat.LeaderScheduler):
                 claim(due, term)()
             return lambda: {occurrence.entry for occurrence in due}
 
-        def confirm_or_not(sent: Sequence[beat_rows.Occurrence]) -> Callable[[], object]:
+        def confirm_or_not(sent: Sequence[beat_rows.Occurrence]) -> answers.Answer:
             with contextlib.suppress(errors.LeadershipLost):
-                confirm(sent)()
-            return lambda: None
+                confirm(sent).rows()
+            return answers.Answer(list)
 
         store.begin_claim, store.begin_confirm = claim_or_not, confirm_or_not

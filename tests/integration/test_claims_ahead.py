@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,19 +13,33 @@ import pytest
 
 from celery_pglock import dispatch, errors, leadership
 from celery_pglock.beat_rows import Occurrence
+from celery_pglock.demo.servers import ValkeyServer
 from tests.integration.test_dispatch import ONE_BY_ONE, Bench, benched, overdue
+from tests.integration.test_leadership import stopped_after
 from tests.integration.workbench import terminate
 from tests.support.databases import Database
 
 NAMES: Final = "abcdef"
 
 
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, and as many of these in a tick as there are."""
+    monkeypatch.setattr(dispatch, "_CHUNK", 2)
+    monkeypatch.setattr(dispatch, "_CONFIRM_EVERY", 2)
+    monkeypatch.setattr(dispatch, "_CLAIM_AHEAD", 60.0)
+
+
+def work(bench: Bench) -> None:
+    """Tick until nothing is due."""
+    while bench.dispatcher.work(300) == 0:
+        pass
+
+
 @pytest.fixture
 def bench(
     database: Database, fresh_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bench]:
-    monkeypatch.setattr(dispatch, "_CHUNK", 2)
-    monkeypatch.setattr(dispatch, "_CONFIRM_EVERY", 2)
+    small_chunks(monkeypatch)
     with benched(database, fresh_redis_url) as bench:
         yield bench
 
@@ -116,11 +131,15 @@ def test_nothing_is_handed_over_when_what_was_asked_meanwhile_has_failed(
 
     def cut(occurrence: Occurrence) -> None:
         if occurrence.entry == "d":
+            # Long before.
+            assert bench.confirmed() == ["a", "b"]
             pids = bench.database.rows("select backend_pid from pglock.beat_terms")
             terminate(bench.database, *(pid for (pid,) in pids))
             held_up.close()
 
     bench.before_each = cut
+    told: list[str] = []
+    bench.dispatcher._sent = lambda occurrence: told.append(occurrence.entry)  # noqa: SLF001
     bench.lead(overdue(*NAMES))
     held_up.execute("select from pglock.beat_entries where entry = 'e' for update")
     monkeypatch.setattr(leadership.Leadership, "ensure", lambda _: None)
@@ -129,6 +148,77 @@ def test_nothing_is_handed_over_when_what_was_asked_meanwhile_has_failed(
     with pytest.raises(errors.LeadershipLost):
         bench.dispatcher.work(300)
     assert bench.messages() == (["a", "b"] if settled else ["a", "b", "c", "d"])
+    # What was recorded is told, whatever has ended the leadership since.
+    assert told == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"), [({}, "ab"), (ONE_BY_ONE, "abcd")], ids=["together", "one by one"]
+)
+def test_a_claim_that_fails_doubles_nothing_of_what_was_sent_before_it(
+    database: Database,
+    fresh_redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    sent: str,
+) -> None:
+    """Where each message is out at once, it is recorded before anything else is asked."""
+    small_chunks(monkeypatch)
+    told: list[str] = []
+    with benched(database, fresh_redis_url, **options) as bench:
+        bench.dispatcher._sent = lambda occurrence: told.append(occurrence.entry)  # noqa: SLF001
+        bench.lead(overdue(*NAMES))
+        bench.candidate.execute(b"set statement_timeout = 300")
+        with database.connect(autocommit=False) as held_up:
+            held_up.execute("select from pglock.beat_entries where entry = 'e' for update")
+            with pytest.raises(errors.LeadershipLost, match="statement timeout"):
+                work(bench)
+        assert bench.messages() == bench.confirmed() == told == [*sent]
+        bench.lead(overdue(*NAMES))
+        work(bench)
+        assert Counter(bench.messages()) == Counter(NAMES)
+
+
+@pytest.mark.parametrize("options", [{}, ONE_BY_ONE], ids=["together", "one by one"])
+def test_a_stop_does_not_wait_for_a_claim(
+    database: Database,
+    fresh_redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    """Somebody may have its rows for long, and nobody needs it any more."""
+    small_chunks(monkeypatch)
+    with benched(database, fresh_redis_url, **options) as bench:
+        bench.lead(overdue(*NAMES))
+        held_up = database.connect(autocommit=False)
+        held_up.execute("select from pglock.beat_entries where entry = 'e' for update")
+        begun = time.monotonic()
+        with stopped_after(0.5):
+            work(bench)
+        bench.candidate.resign()
+        assert time.monotonic() - begun < 5.0
+        assert bench.messages() == bench.confirmed()
+        held_up.close()
+
+
+def test_while_the_broker_is_down_no_more_is_claimed(
+    database: Database, own_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what is paused or edited meanwhile is not sent when it is back."""
+    small_chunks(monkeypatch)
+    with benched(database, own_valkey.url()) as bench:
+        bench.lead(overdue(*NAMES))
+        own_valkey.kill()
+        claimed = []
+        for _ in range(3):
+            bench.dispatcher._broken_until = 0.0  # noqa: SLF001 - as if it had waited
+            bench.dispatcher.work(300)
+            claimed.append("".join(bench.claimed()))
+        assert claimed == ["ab", "ab", "ab"]
+        own_valkey.start()
+        bench.dispatcher._broken_until = 0.0  # noqa: SLF001
+        work(bench)
+        assert bench.messages() == bench.confirmed() == [*NAMES]
 
 
 @pytest.mark.parametrize("options", [{}, ONE_BY_ONE], ids=["together", "one by one"])
@@ -140,8 +230,7 @@ def test_a_signal_loses_nothing_of_what_was_claimed_ahead_and_doubles_nothing(
     options: dict[str, Any],
     at: str,
 ) -> None:
-    monkeypatch.setattr(dispatch, "_CHUNK", 2)
-    monkeypatch.setattr(dispatch, "_CONFIRM_EVERY", 2)
+    small_chunks(monkeypatch)
     told: list[str] = []
 
     def stop(occurrence: Occurrence) -> None:
@@ -153,7 +242,7 @@ def test_a_signal_loses_nothing_of_what_was_claimed_ahead_and_doubles_nothing(
         bench.before_each = stop
         bench.lead(overdue(*NAMES))
         with pytest.raises(SystemExit):
-            bench.dispatcher.work(300)
+            work(bench)
         # What the broker has is recorded, and told.
         assert bench.messages() == bench.confirmed() == told
         claimed = bench.claimed()
@@ -161,7 +250,7 @@ def test_a_signal_loses_nothing_of_what_was_claimed_ahead_and_doubles_nothing(
         assert bench.candidate.resign()
         bench.before_each = lambda _: None
         bench.lead(overdue(*NAMES))
-        bench.dispatcher.work(300)
+        work(bench)
         assert Counter(bench.messages()) == Counter(NAMES)
 
 

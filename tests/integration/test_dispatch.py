@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from celery_pglock import (
     agenda,
+    answers,
     beat,
     confirms,
     dispatch,
@@ -86,7 +87,7 @@ class Bench:
         self.batches: list[list[str]] = []
         confirm = self.store.begin_confirm
 
-        def count(sent: Any) -> Callable[[], object]:
+        def count(sent: Any) -> answers.Answer:
             self.batches.append([occurrence.entry for occurrence in sent])
             return confirm(sent)
 

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_pglock import elections, errors, keys, leadership, migrating, stop_signals, table_names
+from celery_pglock import elections, errors, keys, leadership, migrating, table_names
 from celery_pglock.demo.servers import PostgresServer
 from tests.integration.workbench import Gate, advisory_locks, in_thread, replaced, terminate
 from tests.support.databases import Database
@@ -466,15 +466,15 @@ def test_a_leader_that_is_stopped_in_a_statement_still_resigns(candidate: Stand)
 
 @pytest.mark.parametrize("held_back", [True, False], ids=["as it is", "control"])
 def test_a_signal_that_stops_a_leader_waits_for_the_answer(
-    database: Database, candidate: Stand, monkeypatch: pytest.MonkeyPatch, *, held_back: bool
+    database: Database, candidate: Stand, *, held_back: bool
 ) -> None:
     """What was sent is done, and known to be."""
     leader, standby = candidate("a:1"), candidate("b:2")
     elected(leader)
-    if not held_back:
-        monkeypatch.setattr(stop_signals, "held_back", contextlib.nullcontext)
     database.rows("create table done (by text)")
-    done = leader.send(b"insert into done select 'a' from pg_sleep(0.15) returning by")
+    done = leader.send(
+        b"insert into done select 'a' from pg_sleep(0.15) returning by", uninterrupted=held_back
+    )
     with stopped_after(0.05):
         leader.settle()
     if not held_back:

@@ -101,11 +101,11 @@ class Overheard:
         self.asked.append((query, parameters))
         return [] if self._leader is None else self._leader.execute(query, parameters)
 
-    def send(self, query: bytes, parameters: Any) -> answers.Answer:
+    def send(self, query: bytes, parameters: Any, *, uninterrupted: bool = False) -> answers.Answer:
         self.asked.append((query, parameters))
         if self._leader is None:
             return answers.Answer(list)
-        return self._leader.send(query, parameters)
+        return self._leader.send(query, parameters, uninterrupted=uninterrupted)
 
 
 class Gate:
