@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
+import redis
 
 from celery_pglock import dispatch, errors, leadership
 from celery_pglock.beat_rows import Occurrence
@@ -18,6 +19,7 @@ from tests.integration.test_dispatch import ONE_BY_ONE, Bench, benched, overdue
 from tests.integration.test_leadership import stopped_after
 from tests.integration.workbench import terminate
 from tests.support.databases import Database
+from tests.support.requirements import since
 
 NAMES: Final = "abcdef"
 
@@ -216,6 +218,39 @@ def test_while_the_broker_is_down_no_more_is_claimed(
             claimed.append("".join(bench.claimed()))
         assert claimed == ["ab", "ab", "ab"]
         own_valkey.start()
+        bench.dispatcher._broken_until = 0.0  # noqa: SLF001
+        work(bench)
+        assert bench.messages() == bench.confirmed() == [*NAMES]
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["as it is", "control"])
+def test_while_the_broker_refuses_no_more_is_claimed(
+    database: Database,
+    own_valkey: ValkeyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    remembers: bool,
+) -> None:
+    """It can be connected to and takes nothing: its memory is full."""
+    small_chunks(monkeypatch)
+    with (
+        benched(database, own_valkey.url()) as bench,
+        redis.Redis.from_url(own_valkey.url()) as own,
+    ):
+        # Before it each message is handed over by itself after the first refusal.
+        since(hasattr(bench.publisher.producer(), "batch"), "kombu 5.7, which has batches")
+        monkeypatch.setattr(dispatch, "_CONFIRM_EVERY", 4)
+        own.config_set("maxmemory", 1)
+        bench.lead(overdue(*NAMES))
+        claimed = []
+        for _ in range(3):
+            bench.dispatcher._broken_until = 0.0  # noqa: SLF001 - as if it had waited
+            if not remembers:
+                bench.dispatcher.failures = 0
+            bench.dispatcher.work(300)
+            claimed.append("".join(bench.claimed()))
+        assert claimed == (["abcd"] * 3 if remembers else ["abcd", "abcdef", "abcdef"])
+        own.config_set("maxmemory", 0)
         bench.dispatcher._broken_until = 0.0  # noqa: SLF001
         work(bench)
         assert bench.messages() == bench.confirmed() == [*NAMES]
